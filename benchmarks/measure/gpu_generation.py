@@ -1,33 +1,36 @@
 """Checks attention and generation on a device for gpu_check.py, one kind per process:
 
-    python benchmarks/measure/gpu_generation.py attention|long-prompts|long-tail|no-waits DEVICE OUT.json
+    python benchmarks/measure/gpu_generation.py KIND DEVICE OUT.json
 
-The measurements are in bfloat16 with random weights. A check fails by an exception, after what it has found
-is written.
+The kinds are in `KINDS`. The measurements are in bfloat16 with random weights. Each figure is written as soon
+as it is known.
 """
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.compare.ours import GENERATED, engine_of
-from benchmarks.measure.gpu_speed import Device, scratch_directory
+from benchmarks.measure.gpu_speed import Device, Found, run_kind, scratch_directory
 from benchmarks.measure.limits import median_seconds
 from benchmarks.measure.workloads import config_of, sequences, write_model
+from realhf.attention.choose import refuses_chains
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
+from realhf.inference.sampling import draw_by_kernels, nucleus_threshold, sample
+from realhf.models.model_config import ModelConfig
+from realhf.nn.fused import chains_of
+from realhf.nn.mlp import ACTIVATIONS
+from realhf.nn.norm import Norm
 
 _MOST_APART = 0.05
 """The largest legal mean difference between log-probs of the generator and of a forward pass, in bfloat16."""
@@ -38,45 +41,50 @@ _KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "window": {"window": 100}, "soft cap": {"softcap": 50.0},
     "soft cap and window": {"softcap": 50.0, "window": 100}, _LATENT: {},
 }
-Found = dict[str, Any]
 
 
-def attention(device: Device) -> Found:
+def attention(device: Device, found: Found) -> None:
     """Compare each kind of attention, as the package chooses its kernels, with the formula in float32."""
-    if find_spec("realhf.attention") is None:
-        return {"not_run": "this version has no realhf.attention"}
     interface = import_module("realhf.attention.interface")
     choose = import_module("realhf.attention.choose")
     reference = import_module("realhf.attention.reference").ReferenceAttention()
     lens = (8000, 513, 1, 64) if device.is_cuda else (90, 33, 1, 16)
     generator = torch.Generator().manual_seed(0)
-    figures: Found = {"lengths": lens}
+    found.add(lengths=lens)
     for name, settings in _KINDS.items():
-        kind = interface.AttentionKind(128**-0.5, **settings)
-        where = torch.device(device.name)
-        is_latent = name == _LATENT
-        dim, value_dim = (576, 512) if is_latent else (128, 128)
-        shape = interface.AttentionShape(kind, dim, value_dim, torch.bfloat16)
-        backend = choose.paged_backend(where, shape)
-        shapes = ((sum(lens), heads, dim) for heads in (8, *([1, 1] if is_latent else [2, 2])))
-        q, k, v = (torch.randn(shape, generator=generator).bfloat16().to(where) for shape in shapes)
-        qkv = [q, k, k[..., :value_dim] if is_latent else v]
-        sequences = interface.Sequences.of(lens, where)
-        exact = reference.packed(*(x.float() for x in qkv), sequences, kind)
-        paged = _paged(interface, backend, qkv, lens, kind, exact, device)
-        figures[name] = {"backend": backend.name, **paged}
-        if not is_latent:
-            run = partial(choose.packed_backend(where, shape).packed, *qkv, sequences, kind)
-            figures[name]["packed_error"] = _error(run(), exact)
-            figures[name]["packed_seconds"] = median_seconds(run, device=device.name)
-    _require_errors(figures)
+        with found.part(name):
+            found.add(**{name: _attention(
+                name, settings, lens, interface, choose, reference, generator, device)})
+            _require_errors(name, found[name])
+
+
+def _attention(
+    name: str, settings: dict[str, Any], lens: tuple[int, ...], interface: Any, choose: Any, reference: Any,
+    generator: torch.Generator, device: Device,
+) -> dict[str, Any]:
+    kind = interface.AttentionKind(128**-0.5, **settings)
+    where = torch.device(device.name)
+    is_latent = name == _LATENT
+    dim, value_dim = (576, 512) if is_latent else (128, 128)
+    shape = interface.AttentionShape(kind, dim, value_dim, torch.bfloat16)
+    backend = choose.paged_backend(where, shape)
+    shapes = ((sum(lens), heads, dim) for heads in (8, *([1, 1] if is_latent else [2, 2])))
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16().to(where) for shape in shapes)
+    qkv = [q, k, k[..., :value_dim] if is_latent else v]
+    sequences = interface.Sequences.of(lens, where)
+    exact = reference.packed(*(x.float() for x in qkv), sequences, kind)
+    figures = {"backend": backend.name, **_paged(interface, backend, qkv, lens, kind, exact, device)}
+    if not is_latent:
+        run = partial(choose.packed_backend(where, shape).packed, *qkv, sequences, kind)
+        figures["packed_error"] = _error(run(), exact)
+        figures["packed_seconds"] = median_seconds(run, device=device.name)
     return figures
 
 
 def _paged(
     interface: Any, backend: Any, qkv: list[Tensor], lens: tuple[int, ...], kind: Any, exact: Tensor,
     device: Device,
-) -> Found:
+) -> dict[str, Any]:
     """Compare the last tokens of each row, over pages in random order, with the same of the packed rows."""
     where = qkv[0].device
     page = max(16, backend.page_tokens)
@@ -92,7 +100,7 @@ def _paged(
         for pages, x in zip(cached, pair, strict=True):
             padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, len(mine) * page - len(x)))
             pages[mine.long()] = padded.unflatten(0, (-1, page))
-    figures: Found = {}
+    figures: dict[str, Any] = {}
     for name, most in (("decode", 1), ("chunk", 40)):
         queries = [min(most, length) for length in lens]
         ends = torch.tensor(lens).cumsum(0).tolist()
@@ -111,36 +119,31 @@ def _error(computed: Tensor, exact: Tensor) -> float:
     return float((computed.float() - exact).abs().max() / exact.abs().max())
 
 
-def _require_errors(found: Found) -> None:
-    for name, figures in found.items():
-        for key, value in figures.items() if isinstance(figures, dict) else ():
-            if key.endswith("_error") and not value <= _MOST_ERROR:
-                raise Failed(f"attention, {name}: {key} is {value:.3g}, above {_MOST_ERROR}", found)
+def _require_errors(name: str, figures: dict[str, Any]) -> None:
+    for key, value in figures.items():
+        if key.endswith("_error") and not value <= _MOST_ERROR:
+            raise Failed(f"{name}: {key} is {value:.3g}, above {_MOST_ERROR}")
 
 
 class Failed(Exception):
-    """A check that failed, with what it has found."""
-
-    def __init__(self, sentence: str, found: Found) -> None:
-        super().__init__(sentence)
-        self.found = found
+    """A check that failed."""
 
 
-def long_prompts(device: Device) -> Found:
+def long_prompts(device: Device, found: Found) -> None:
     """Generate from prompts of 8,000 tokens, and compare the log-probs with those of a forward pass."""
     count, length, new_tokens = (4, 8000, 64) if device.is_cuda else (2, 200, 8)
     engine = _engine(device, "1b")
     lengths = [length - 7 * i for i in range(count)]
     measured = device.measured(lambda: {"batch": _generate(
         engine, lengths, new_tokens=new_tokens, prefill_tokens=2048 if device.is_cuda else 64)})
-    apart = _apart(engine, measured.pop("batch"))
     tokens = sum(lengths) + count * new_tokens
-    speed = tokens / measured["seconds"]
-    figures = {"tokens_per_second": speed, "peak_gib": measured["peak_bytes"] / 2**30, **apart}
-    return _with_small_mismatch(figures)
+    found.add(
+        tokens_per_second=tokens / measured["seconds"], peak_gib=measured["peak_bytes"] / 2**30)
+    found.add(**_apart(engine, measured.pop("batch")))
+    _require_small_mismatch(found)
 
 
-def long_tail(device: Device) -> Found:
+def long_tail(device: Device, found: Found) -> None:
     """Generate with 512 rows at once, of which a few get far longer than the others."""
     rows, new_tokens = (512, 1024) if device.is_cuda else (24, 24)
     engine = _engine(device, "1b", end_probability=8 / new_tokens)
@@ -148,19 +151,18 @@ def long_tail(device: Device) -> Found:
     run = partial(_generate, engine, lengths, new_tokens=new_tokens, max_rows=rows)
     measured = device.measured(lambda: {"batch": run()})
     batch = measured.pop("batch")
-    eager = run(cuda_graphs=False)
     answers = [row - n for row, n in zip(batch["sequence_ids"].lengths, lengths, strict=True)]
+    found.add(
+        tokens_per_second=sum(answers) / measured["seconds"], peak_gib=measured["peak_bytes"] / 2**30,
+        longest_answer=max(answers), mean_answer=sum(answers) / len(answers))
+    found.add(**_apart(engine, batch))
+    eager = run(cuda_graphs=False)
     pairs = zip(batch["sequence_ids"].split(), eager["sequence_ids"].split(), strict=True)
-    figures = {
-        "tokens_per_second": sum(answers) / measured["seconds"], "peak_gib": measured["peak_bytes"] / 2**30,
-        "longest_answer": max(answers), "mean_answer": sum(answers) / len(answers),
-        "same_without_graphs": sum(torch.equal(a, b) for a, b in pairs) / len(lengths),
-        **_apart(engine, batch),
-    }
-    return _with_small_mismatch(figures)
+    found.add(same_without_graphs=sum(torch.equal(a, b) for a, b in pairs) / len(lengths))
+    _require_small_mismatch(found)
 
 
-def no_waits(device: Device) -> Found:
+def no_waits(device: Device, found: Found) -> None:
     """Decode with 64 rows while torch refuses what makes the host wait for the device."""
     rows, new_tokens = (64, 160) if device.is_cuda else (8, 40)
     engine = _engine(device, "1b")
@@ -178,9 +180,9 @@ def no_waits(device: Device) -> Found:
         try:
             _generate(engine, lengths, new_tokens=new_tokens, max_rows=rows, report=report)
         except RuntimeError as error:
-            figures = {"steps": step, "waits": str(error).partition("\n")[0]}
-            raise Failed(f"the host waited in step {step}: {figures['waits']}", figures) from error
-    return {"steps": step, "watched_steps": last - first, "waits": None}
+            found.add(steps=step, waits=str(error).partition("\n")[0])
+            raise Failed(f"the host waited in step {step}: {found['waits']}") from error
+    found.add(steps=step, watched_steps=last - first, waits=None)
 
 
 @contextmanager
@@ -213,7 +215,7 @@ def _generate(
     return engine.generate(call, batch, **more).batch
 
 
-def _apart(engine: NativeEngine, generated: Batch) -> Found:
+def _apart(engine: NativeEngine, generated: Batch) -> dict[str, Any]:
     """Compare the generator's log-probs with those of a forward pass."""
     work = LogProbs()
     call = FunctionCall("actor_forward", inputs=GENERATED[:2], outputs=("logprobs",), role="actor", work=work)
@@ -224,21 +226,92 @@ def _apart(engine: NativeEngine, generated: Batch) -> Found:
     return {"logprobs_apart_mean": float(apart.mean()), "logprobs_apart_max": float(apart.max())}
 
 
-def _with_small_mismatch(figures: Found) -> Found:
-    if not figures["logprobs_apart_mean"] <= _MOST_APART:
-        raise Failed(f"log-probs differ by {figures['logprobs_apart_mean']:.3g} in the mean", figures)
-    return figures
+def _require_small_mismatch(found: Found) -> None:
+    if not found["logprobs_apart_mean"] <= _MOST_APART:
+        raise Failed(f"log-probs differ by {found['logprobs_apart_mean']:.3g} in the mean")
+
+
+def kernels(device: Device, found: Found) -> None:
+    """Compare the kernels of element-wise chains and of sampling with torch's operations, and time both."""
+    config = ModelConfig("llama", 151936 if device.is_cuda else 5000, 1536, 8960, 1, 12, 2, 128)
+    rows = 64 if device.is_cuda else 4
+    chains = chains_of(torch.empty(1, device=device.name), torch.bfloat16)
+    found.add(chains=refuses_chains(torch.device(device.name), torch.bfloat16) or "Triton")
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(device.name)
+
+    x, y, up, weight = (draw(rows, 1536), draw(rows, 1536), draw(rows, 2 * 8960), draw(1536))
+    norm = Norm(config, {"n.weight": weight}, "n")
+    function = ACTIVATIONS["silu"]
+    pairs: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
+    if chains is not None:
+        pairs["add_norm"] = (
+            lambda: chains.add_norm(x, y, scale=1.0, out_norm=None, norm=norm)[1], lambda: norm(x + y))
+        pairs["gated"] = (
+            lambda: chains.gated(up, "silu"),
+            lambda: function.compute(up[:, :8960]) * up[:, 8960:])
+    logits = draw(rows, config.vocab_size)
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator).to(device.name)
+    group = World(device=device.name).group((0,))
+    for name, sampling in (
+        ("sample", SamplingConfig()), ("top_p", SamplingConfig(top_p=0.9)),
+        ("top_k_top_p", SamplingConfig(top_k=50, top_p=0.9)), ("greedy", SamplingConfig(temperature=0.0)),
+    ):
+        wide = partial(sample, config=sampling, vocab_start=0, group=group)
+        ours = partial(draw_by_kernels, config=sampling, scale=1.0, softcap=None)
+        if chains is not None:
+            pairs[name] = (
+                lambda ours=ours: ours(logits, uniform)[0],
+                lambda wide=wide: wide(logits.float(), uniform)[0])
+        else:
+            pairs[name] = (lambda wide=wide: wide(logits.float(), uniform)[0],) * 2
+    pairs["sort"] = (lambda: nucleus_threshold(logits.float(), 0.9), partial(_by_sort, logits.float(), 0.9))
+    for name, (by_kernels, by_torch) in pairs.items():
+        with found.part(name), torch.inference_mode():
+            made, wanted = by_kernels(), by_torch()
+            apart = float((made.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+            found.add(**{name: {
+                "seconds": median_seconds(by_kernels, device=device.name),
+                "torch_seconds": median_seconds(by_torch, device=device.name),
+                "apart": apart, "equal": float((made == wanted).float().mean())}})
+            if not apart <= _MOST_ERROR and name in ("add_norm", "gated"):
+                raise Failed(f"{name} differs by {apart:.3g}")
+            if name not in ("add_norm", "gated") and found[name]["equal"] < 0.95:
+                raise Failed(f"{name} gives other results in {1 - found[name]['equal']:.0%} of the rows")
+
+
+def _by_sort(logits: Tensor, top_p: float) -> Tensor:
+    ranked = logits.sort(-1, descending=True).values
+    probs = ranked.double().softmax(-1)
+    outside = probs.cumsum(-1) - probs >= top_p
+    return ranked.masked_fill(outside, torch.inf).amin(-1)
+
+
+def launches(device: Device, found: Found) -> None:
+    """Count the kernels of decoding, by the profiler: without recording, per token of a row."""
+    engine = _engine(device, "1.5b")
+    layers = len(engine.model.blocks)
+    few, many = (8, 24) if device.is_cuda else (4, 8)
+    counts = {}
+    for new_tokens in (few, many):
+        run = partial(
+            _generate, engine, [16] * 4, new_tokens=new_tokens, max_rows=4, cuda_graphs=False)
+        run()
+        counts[new_tokens] = device.count_kernels(run)
+    per_step = (counts[many] - counts[few]) / (many - few)
+    found.add(layers=layers, kernels_per_step=per_step, kernels_per_layer=per_step / layers)
+    if device.is_cuda:
+        before = torch.cuda.memory_reserved()
+        _generate(engine, [16] * 4, new_tokens=few, max_rows=4)
+        found.add(bytes_of_graphs=torch.cuda.memory_reserved() - before)
 
 
 KINDS = {
-    "attention": attention, "long-prompts": long_prompts, "long-tail": long_tail, "no-waits": no_waits,
+    "kernels": kernels, "launches": launches, "attention": attention, "long-prompts": long_prompts,
+    "long-tail": long_tail, "no-waits": no_waits,
 }
 
 if __name__ == "__main__":
-    kind_name, device_name, out = sys.argv[1:4]
-    try:
-        result = KINDS[kind_name](Device(device_name))
-    except Failed as failure:
-        Path(out).write_text(json.dumps(failure.found))
-        raise
-    Path(out).write_text(json.dumps(result))
+    sys.exit(run_kind(KINDS, sys.argv[1:]))

@@ -1,6 +1,8 @@
 """Measures speed for gpu_check.py, one kind per process:
 
-    python benchmarks/measure/gpu_speed.py environment|generation|training DEVICE OUT.json
+    python benchmarks/measure/gpu_speed.py environment|generation|rows|training|grpo DEVICE OUT.json
+
+Each figure is written as soon as it is known; a part that fails leaves the others.
 
 Generation runs in turns with transformers' `generate` in this process, in bfloat16 on the same random
 weights. The model is "1.5b" of workloads.py on CUDA, "tiny" on the CPU. The memory of a side includes its
@@ -14,7 +16,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +37,7 @@ from benchmarks.measure.limits import decode_work, measure_limits, median_second
 from benchmarks.measure.workloads import config_of, sequences, write_model
 from realhf import GRPO, Expected, OptimizerConfig, Role, SamplingConfig
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.calls import Generate, TrainStep
+from realhf.calls import Generate, LogProbs, TrainStep
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
@@ -46,6 +50,7 @@ from realhf.planner.memory_account import check_memory
 
 DTYPE = "bfloat16"
 PINNED_BYTES = 1 << 28
+ROWS = (1, 64, 512)
 CACHE_GIB = 4.0
 OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 
@@ -68,6 +73,37 @@ SCALES = {
     "cuda": Scale("1.5b", 64, (64, 128), 16, 128, 32, 2048, 16384, 3),
     "cpu": Scale("tiny", 16, (8, 16), 4, 16, 16, 64, 256, 1),
 }
+
+
+class Found(dict[str, Any]):
+    """Figures, which are written to a file as they come."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def add(self, **figures: Any) -> None:
+        self.update(figures)
+        self._path.write_text(json.dumps(self))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Note that a part of the check has failed, and go on with the next one."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            sentence = str(error).partition("\n")[0][:200]
+            self.add(failed={**self.get("failed", {}), name: f"{type(error).__name__}: {sentence}"})
+
+
+def run_kind(kinds: dict[str, Callable[["Device", Found], None]], arguments: list[str]) -> int:
+    """Run a kind of check on a device and write its figures; return 1 if a part of it failed."""
+    kind, device_name, out = arguments
+    found = Found(Path(out))
+    with found.part(kind):
+        kinds[kind](Device(device_name), found)
+    return int("failed" in found)
 
 
 class Device(NamedTuple):
@@ -100,6 +136,14 @@ class Device(NamedTuple):
     def allocated(self) -> int:
         return torch.cuda.memory_allocated() if self.is_cuda else 0
 
+    def count_kernels(self, work: Callable[[], object]) -> int:
+        """Return how many kernels `work` launches; on a CPU, how many operations."""
+        activity = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[activity.CUDA if self.is_cuda else activity.CPU]) as profiler:
+            self.measured(lambda: work() and {} or {})
+        kind = "CUDA" if self.is_cuda else "CPU"
+        return sum(event.count for event in profiler.key_averages() if event.device_type.name == kind)
+
     def profile(self, work: Callable[[], object], *, rows: int = 14) -> dict[str, Any]:
         """Profile `work`: return the seconds of the call, of its kernels, and the longest kernels."""
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -115,26 +159,23 @@ class Device(NamedTuple):
         return {"seconds": seconds, "seconds_of_kernels": total, "longest": longest}
 
 
-def environment(device: Device) -> dict[str, Any]:
-    """Return the machine and its limits."""
-    versions: dict[str, Any] = {
-        "python": sys.version.split()[0], "torch": torch.__version__,
-        "transformers": transformers.__version__, "flash_attn": find_spec("flash_attn") is not None,
-        "tyro": find_spec("tyro") is not None,
-    }
+def environment(device: Device, found: Found) -> None:
+    """Find the machine and its limits."""
+    found.add(
+        python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__,
+        flash_attn=find_spec("flash_attn") is not None, triton=find_spec("triton") is not None,
+        tyro=find_spec("tyro") is not None)
     if device.is_cuda:
         properties = torch.cuda.get_device_properties(0)
-        versions |= {
-            "gpu": properties.name, "memory_gib": properties.total_memory / 2**30, "driver": _driver(),
-            "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
+        found.add(
+            gpu=properties.name, memory_gib=properties.total_memory / 2**30, driver=_driver(),
+            cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())))
         source = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         target = torch.empty_like(source, device=device.name)
         seconds = median_seconds(partial(target.copy_, source, non_blocking=True), device=device.name)
-        versions["pinned_to_device_bytes_per_second"] = PINNED_BYTES / seconds
-    for dtype in ("float32", DTYPE):
-        versions[dtype] = measure_limits(dtype, device.name)
-    return versions
+        found.add(pinned_to_device_bytes_per_second=PINNED_BYTES / seconds)
+    for dtype in (DTYPE, "float32"):
+        found.add(**{dtype: measure_limits(dtype, device.name)})
 
 
 def _driver() -> str:
@@ -144,7 +185,34 @@ def _driver() -> str:
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def generation(device: Device) -> dict[str, Any]:
+def rows(device: Device, found: Found) -> None:
+    """Measure decoding steps of few and of many rows beside what the machine allows."""
+    scale = device.scale
+    directory = scratch_directory()
+    write_model(directory, scale.model, end_probability=0.0, dtype=DTYPE, device=device.name)
+    gc.collect()
+    limits = measure_limits(DTYPE, device.name)
+    config = config_of(scale.model)
+    first, last = scale.prompt_tokens
+    for count in ROWS if device.is_cuda else ROWS[:2]:
+        with found.part(f"{count} rows"):
+            lengths = [first + i % (last - first + 1) for i in range(count)]
+            prompts = sequences(lengths, vocab_size=config.vocab_size)
+            run = _our_generation(device, directory, prompts)
+            run(scale.few_tokens)
+            few, many = (
+                statistics.median(device.measured(partial(run, n))["seconds"] for _ in range(scale.repeats))
+                for n in (scale.few_tokens, scale.new_tokens))
+            step = (many - few) / (scale.new_tokens - scale.few_tokens)
+            length = statistics.fmean(lengths) + (scale.few_tokens + scale.new_tokens) / 2
+            flops, moved = decode_work(config, rows=count, length=length, dtype=DTYPE)
+            least = max(flops / limits["peak_flops"], moved / limits["copy_bytes_per_second"])
+            found.add(**{f"rows_{count}": {
+                "step_seconds": step, "attainable_seconds": least, "efficiency": least / step,
+                "tokens_per_second": count / step}})
+
+
+def generation(device: Device, found: Found) -> None:
     """Compare the tokens per second with those of `generate`, and a step with what the machine allows."""
     scale = device.scale
     directory = scratch_directory()
@@ -174,12 +242,11 @@ def generation(device: Device) -> dict[str, Any]:
     length = statistics.fmean(lengths) + (scale.few_tokens + scale.new_tokens) / 2
     flops, moved = decode_work(config, rows=scale.rows, length=length, dtype=DTYPE)
     least = max(flops / limits["peak_flops"], moved / limits["copy_bytes_per_second"])
-    return {
-        "model": scale.model, "dtype": DTYPE, "samples": scale.rows, **_speeds(whole, "generate"),
-        "decode": {"step_seconds": steps, "attainable_seconds": least, "efficiency": least / steps["ours"],
-                   **limits},
-        "profile": device.profile(lambda: runs["ours"](scale.few_tokens)),
-    }
+    found.add(
+        model=scale.model, dtype=DTYPE, samples=scale.rows, **_speeds(whole, "generate"),
+        decode={"step_seconds": steps, "attainable_seconds": least, "efficiency": least / steps["ours"],
+                **limits})
+    found.add(profile=device.profile(lambda: runs["ours"](scale.few_tokens)))
 
 
 def _our_generation(
@@ -191,7 +258,7 @@ def _our_generation(
     prompt_tokens = sum(map(len, prompts))
 
     def run(new_tokens: int) -> dict[str, Any]:
-        work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=device.scale.rows)
+        work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=len(prompts))
         call = FunctionCall(
             "actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor", work=work)
         generated = engine.generate(call, batch).batch
@@ -217,7 +284,7 @@ def _their_generation(
     return run
 
 
-def training(device: Device) -> dict[str, Any]:
+def training(device: Device, found: Found) -> None:
     """Measure optimizer steps on packed sequences: their share of the fastest matrix product (MFU), and the
     peak memory of training and of generation beside what the planner predicts."""
     scale = device.scale
@@ -245,20 +312,60 @@ def training(device: Device) -> dict[str, Any]:
     answers = [device.measured(step, own_bytes=weight_bytes) for _ in range(scale.repeats)]
     limits = measure_limits(DTYPE, device.name)
     least = train_flops(config_of(scale.model), lengths) / limits["peak_flops"]
+    found.add(
+        mfu=least / _median(answers), tokens_per_second={"ours": sum(lengths) / _median(answers)},
+        model=scale.model, dtype=DTYPE, micro_batch_tokens=scale.micro_batch_tokens, **limits)
     peaks = {"actor_train": max(answer["peak_bytes"] for answer in answers)}
     generate = _trained_generation(engine, scale)
     peaks["actor_generate"] = device.measured(generate, own_bytes=device.allocated() - before)["peak_bytes"]
-    return {
-        "model": scale.model, "dtype": DTYPE, "micro_batch_tokens": scale.micro_batch_tokens,
-        "tokens_per_second": {"ours": sum(lengths) / _median(answers)},
-        "peak_gib": {name: peak / 2**30 for name, peak in peaks.items()},
-        "predicted_gib": {
-            "actor_train": _predicted_gib("actor_train", str(directory), scale, 1, scale.sequence_tokens - 1),
-            "actor_generate": _predicted_gib(
-                "actor_generate", str(directory), scale, scale.prompt_tokens[1], scale.new_tokens)},
-        "mfu": least / _median(answers), **limits,
-        "profile": device.profile(step),
-    }
+    found.add(peak_gib={name: peak / 2**30 for name, peak in peaks.items()}, predicted_gib={
+        "actor_train": _predicted_gib("actor_train", str(directory), scale, 1, scale.sequence_tokens - 1),
+        "actor_generate": _predicted_gib(
+            "actor_generate", str(directory), scale, scale.prompt_tokens[1], scale.new_tokens)})
+    found.add(profile=device.profile(step))
+
+
+def grpo(device: Device, found: Found) -> None:
+    """Measure the calls of a GRPO step on random weights: generation, log-probs of the reference, update."""
+    scale = device.scale
+    directory = scratch_directory()
+    write_model(directory, scale.model, end_probability=0.0, dtype=DTYPE, device=device.name)
+    gc.collect()
+    settings = {"model": str(directory), "dtype": DTYPE, "optimizer": OPTIMIZER}
+    engine = engine_of(settings, World(device=device.name))
+    first, last = scale.prompt_tokens
+    lengths = [first + i % (last - first + 1) for i in range(scale.rows)]
+    prompts = sequences(lengths, vocab_size=config_of(scale.model).vocab_size)
+    columns = {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])}
+    batch = Batch(list(range(scale.rows)), columns)
+    work = Generate(SamplingConfig(max_new_tokens=scale.new_tokens), max_rows=scale.rows)
+    generate = FunctionCall(
+        "actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor", work=work)
+    forward = FunctionCall(
+        "ref_forward", inputs=GENERATED[:2], outputs=("logprobs",), role="actor", work=LogProbs())
+    inputs = (*GENERATED[:3], "advantages")
+    train = FunctionCall(
+        "actor_train", inputs=inputs, role="actor", work=TrainStep(PolicyLoss(PolicyLossConfig())))
+    tokens = sum(lengths) + scale.rows * scale.new_tokens
+    for repeat in range(2):  # The first one compiles and records.
+        made: dict[str, Batch] = {}
+        seconds = {"generate": device.measured(
+            lambda made=made: made.update(samples=engine.generate(generate, batch).batch) or {})["seconds"]}
+        samples = made["samples"]
+        seconds["logprobs"] = device.measured(lambda samples=samples: engine.forward(
+            forward, samples.pick(GENERATED[:2]), micro_batch_tokens=scale.micro_batch_tokens) and {})[
+                "seconds"]
+        mask = samples["response_mask"]
+        fields = {name: samples[name] for name in GENERATED[:3]}
+        fields["advantages"] = mask.like(mask.values * 0.5)
+        whole = Batch(samples.ids, fields)
+        seconds["train"] = device.measured(lambda whole=whole: engine.train(
+            train, [whole], micro_batch_tokens=scale.micro_batch_tokens) and {})["seconds"]
+        name = "first_step" if repeat == 0 else "step"
+        found.add(**{name: seconds | {
+            "seconds": sum(seconds.values()), "tokens_per_second": tokens / sum(seconds.values())}})
+    if device.is_cuda:
+        found.add(peak_gib=torch.cuda.max_memory_allocated() / 2**30)
 
 
 def _trained_generation(engine: NativeEngine, scale: Scale) -> Callable[[], dict[str, Any]]:
@@ -320,9 +427,8 @@ def scratch_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="model-"))
 
 
-KINDS = {"environment": environment, "generation": generation, "training": training}
+KINDS = {
+    "environment": environment, "generation": generation, "rows": rows, "training": training, "grpo": grpo}
 
 if __name__ == "__main__":
-    kind, device_name, out = sys.argv[1:]
-    result = KINDS[kind](Device(device_name))
-    Path(out).write_text(json.dumps(result))
+    sys.exit(run_kind(KINDS, sys.argv[1:]))

@@ -24,7 +24,7 @@ from realhf.attention.interface import (
     Pages,
     PartialAttention,
 )
-from realhf.attention.triton_paged import TritonAttention
+from realhf.attention.triton_paged import MOST_VALUE_DIMS, TritonAttention
 from realhf.errors import UserError
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
@@ -89,7 +89,7 @@ def _backend(
     choose: Callable[[Installed, AttentionShape], _Kernels], device: torch.device, shape: AttentionShape,
     *, prints: bool = True,
 ) -> _Kernels | DenseAttention:
-    if device.type != "cuda" or shape.dtype in (torch.float32, torch.float64):
+    if device.type != "cuda" or shape.dtype == torch.float64:
         return DenseAttention()
     try:
         chosen = choose(_installed(device), shape)
@@ -100,8 +100,19 @@ def _backend(
     return chosen
 
 
+def refuses_chains(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no kernel computes chains of element-wise work at once (nn/fused.py); None if one does."""
+    if device.type != "cuda":
+        return "torch's operations are used on a CPU, which has no launches to save"
+    if dtype == torch.float64:
+        return "the kernels compute in float32"
+    return None if _installed(device).triton else "triton is not installed"
+
+
 def choose_packed(installed: Installed, shape: AttentionShape) -> PackedAttention:
     """Return the fastest backend for packed sequences on CUDA devices of a machine with this installed."""
+    if shape.dtype == torch.float32:
+        return DenseAttention()
     flex = [FlexAttention()] if installed.triton else []
     backends: list[PackedAttention] = [*_flash(installed), _varlen(installed), *flex]
     return _first(backends, "train or prefill", installed, shape)
@@ -109,12 +120,17 @@ def choose_packed(installed: Installed, shape: AttentionShape) -> PackedAttentio
 
 def choose_partial(installed: Installed, shape: AttentionShape) -> PartialAttention:
     """Return the fastest backend for some of the keys; see `choose_packed`."""
+    if shape.dtype == torch.float32:
+        return DenseAttention()
     backends: list[PartialAttention] = [*_flash(installed), _varlen(installed)]
     return _first(backends, "attend to some of the keys", installed, shape)
 
 
 def choose_paged(installed: Installed, shape: AttentionShape) -> PagedAttention:
     """Return the fastest backend for the pages of a cache; see `choose_packed`."""
+    is_old = installed.capability is not None and installed.capability < _OLDEST_DEVICE
+    if shape.dtype == torch.float32 and (is_old or not installed.triton or shape.value_dim > MOST_VALUE_DIMS):
+        return DenseAttention()
     triton = [TritonAttention()] if installed.triton else []
     for_pieces: list[PagedAttention] = [*_flash(installed), _varlen(installed), *triton]
     # Only flash-attn and our own kernel fold the queries of a group when they decode.

@@ -12,6 +12,7 @@ from torch import Tensor
 from realhf.attention.interface import AttentionKind, AttentionShape, Pages
 from realhf.models.kv_blocks import TRITON_PAGE_TOKENS
 
+MOST_VALUE_DIMS = 512
 _MIN_BLOCK = 16  # Least size of each dim of a product in Triton.
 _MAX_TILE = 64  # Rows of a program, each a query and a head, when it has many queries.
 _PART_TOKENS = 256  # A part of the keys has at least so many, unless the caller says otherwise.
@@ -31,8 +32,8 @@ class TritonAttention:
             return "it has no gradients"
         if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"it does not compute in {str(shape.dtype).removeprefix('torch.')}"
-        if shape.value_dim > 512:
-            return f"a value has at most 512 dims, not {shape.value_dim}"
+        if shape.value_dim > MOST_VALUE_DIMS:
+            return f"a value has at most {MOST_VALUE_DIMS} dims, not {shape.value_dim}"
         return None
 
     @torch.no_grad()
@@ -45,7 +46,7 @@ class TritonAttention:
         page, num_kv_heads, value_dim = v_PLKD.shape[1:]
         group = num_heads // num_kv_heads
         in_keys = k_PLKD.data_ptr() == v_PLKD.data_ptr() and k_PLKD.stride() == v_PLKD.stride()
-        block_m, block_j = _tile(at.max_q * group, max(dim, value_dim))
+        block_m, block_j = _tile(at.max_q * group, max(dim, value_dim), q_TND.itemsize)
         tiles = -(-at.max_q * group // block_m)
         num_rows = len(at.lens_k)
         splits = num_splits or _num_splits(num_rows * tiles * num_kv_heads, at, q_TND.device)
@@ -75,11 +76,13 @@ class TritonAttention:
         return out_TND, lse_TN
 
 
-def _tile(rows: int, dim: int) -> tuple[int, int]:
-    """Return how many rows and keys a program works on at a time; they fit into its registers."""
-    wide = dim > 128
+def _tile(rows: int, dim: int, itemsize: int) -> tuple[int, int]:
+    """Return how many rows and keys a program works on at a time; they fit into its registers.
+
+    In float32 there are half as many keys: Triton compiles a kernel for twice as many twice as long.
+    """
     block_m = min(max(_power_of_two(rows), _MIN_BLOCK), _MIN_BLOCK if dim > 256 else _MAX_TILE)
-    return block_m, 32 if wide else 64
+    return block_m, (32 if dim > 128 else 64) // (1 if itemsize == 2 or dim <= 64 else 2)
 
 
 def _num_splits(num_programs: int, at: Pages, device: torch.device) -> int:

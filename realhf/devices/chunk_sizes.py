@@ -6,6 +6,8 @@ On CPU a chunk stays in a core's cache. On a GPU chunks are larger, because each
 PART_NUMEL = 1 << 17
 """Elements that a norm or an activation processes at a time on CPU; a GPU processes all at once."""
 CHUNK_NUMEL = 1 << 24
+KEPT_CHUNKS = 4
+"""Chunks of logits that are kept for the backward pass; those of further chunks are computed again."""
 SMALL_PRODUCT = 1 << 21
 """Up to this many multiplications, a product is faster in float32 than torch can prepare it in bfloat16."""
 WIDENED_WEIGHT_NUMEL = 1 << 19

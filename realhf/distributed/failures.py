@@ -267,6 +267,10 @@ class Heartbeat:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._number = 0
+        self._interval = min(_MAX_INTERVAL_SECONDS, self._silence / 8)
+        self._next_sign = 0.0
+        self._errors: set[str] = set()
+        """Errors of this thread that have been printed."""
 
     def start(self) -> None:
         self._give_sign()
@@ -281,37 +285,59 @@ class Heartbeat:
             self._store.set(str(self._rank), json.dumps(None))
 
     def _run(self) -> None:
-        interval = min(_MAX_INTERVAL_SECONDS, self._silence / 8)
-        next_sign = time.monotonic() + interval
+        """Do the rounds of the heartbeat until `stop`. No error but the loss of the store ends them: a rank
+        without a heartbeat would count as dead."""
+        while not self._ended.wait(min(self._interval, _OPERATIONS_SECONDS)):
+            try:
+                self._round()
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                if self._has_lost_store():
+                    self._leave_without_store(reason)
+                elif reason not in self._errors:
+                    self._errors.add(reason)
+                    goes_on = f"rank {self._rank}'s heartbeat met an error and goes on"
+                    print(f"realhf: {goes_on} ({reason})", file=sys.stderr, flush=True)
+
+    def _round(self) -> None:
+        if difference := self._operations.exchange():
+            self._end_for(difference, code=_USER_ERROR)
+        self._rescue_if_asked()
+        if time.monotonic() < self._next_sign:
+            return
+        self._next_sign = time.monotonic() + self._interval
+        self._give_sign()
+        failures = self._board.failures()
+        if failures:
+            self._process.leave_record(self._rank, failures[0].sentence)
+            self._leave(failures[0].sentence)
+        elif fault := self._failed_work() or self._watch.find_fault(
+            self._newest_beats(), now=time.monotonic()
+        ):
+            self._end_for(fault, code=_FAILED)
+
+    def _end_for(self, fault: str, *, code: int) -> None:
+        """End this process because of a fault that it has found, and tell all ranks."""
         try:
-            while not self._ended.wait(min(interval, _OPERATIONS_SECONDS)):
-                if difference := self._operations.exchange():
-                    self._process.leave_record(self._rank, difference)
-                    self._board.report(difference, code=_USER_ERROR, names_rank=True)
-                    self._leave(difference)
-                self._rescue_if_asked()
-                if time.monotonic() < next_sign:
-                    continue
-                next_sign = time.monotonic() + interval
-                self._give_sign()
-                fault = self._failed_work() or self._watch.find_fault(
-                    self._newest_beats(), now=time.monotonic())
-                failures = self._board.failures()
-                if failures:
-                    self._process.leave_record(self._rank, failures[0].sentence)
-                    self._leave(failures[0].sentence)
-                elif fault:
-                    self._process.leave_record(self._rank, fault)
-                    self._board.report(fault, code=_FAILED, names_rank=True)
-                    self._leave(fault)
-        except RuntimeError as error:  # From the store.
-            lost = f"rank {self._rank} stops: it lost the store that all ranks of the run share"
-            if self._process.communicators:
-                self._process.communicators.abort(lost)
-            if not self._ended.wait(_GRACE_SECONDS):
-                reason = str(error).partition("\n")[0]
-                print(f"realhf: {lost} ({reason})", file=sys.stderr, flush=True)
-                os._exit(_FAILED)
+            self._process.leave_record(self._rank, fault)
+        finally:
+            self._board.report(fault, code=code, names_rank=True)
+            self._leave(fault)
+
+    def _has_lost_store(self) -> bool:
+        try:
+            self._store.check([str(self._rank)])
+        except RuntimeError:
+            return True
+        return False
+
+    def _leave_without_store(self, reason: str) -> None:
+        lost = f"rank {self._rank} stops: it lost the store that all ranks of the run share"
+        if self._process.communicators:
+            self._process.communicators.abort(lost)
+        if not self._ended.wait(_GRACE_SECONDS):
+            print(f"realhf: {lost} ({reason})", file=sys.stderr, flush=True)
+            os._exit(_FAILED)
 
     def _rescue_if_asked(self) -> None:
         """Let a thread save this rank's part of the state after a step, if a failing rank asks for it."""

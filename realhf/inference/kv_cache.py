@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.devices.pinned import upload
+from realhf.nn.fused import CachePlace
 from realhf.nn.transformer import Transformer
 
 Integers = NDArray[np.int64]
@@ -63,11 +64,9 @@ class KVCache:
             self.layers[i] = _zeros(shape, old.dtype, old.device)
             self.layers[i][:, : old.shape[1]] = old
 
-    def write(self, layer: int, cache_positions_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write keys and values at cache positions: block * block size + offset in the block."""
-        news = (k_TKD, v_TKD) if self.value_dim is None else (k_TKD,)
-        for cached, new in zip(self.layers[layer].flatten(1, 2), news, strict=True):
-            cached.index_copy_(0, cache_positions_T, new)
+    def place(self, layer: int, cache_positions_T: Tensor) -> CachePlace:
+        """Return where a layer writes at cache positions: block * block size + offset in the block."""
+        return CachePlace(self.layers[layer].flatten(1, 2), cache_positions_T)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer: k_PLKD, v_PLKD."""

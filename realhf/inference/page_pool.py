@@ -11,17 +11,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from realhf.attention.interface import AttentionBackend
+from realhf.calls import SamplingConfig
 from realhf.distributed.group import Group
 from realhf.inference.forward_batch import PagedBackends, paged_rows
 from realhf.inference.kv_cache import KVCache, RowPages
+from realhf.inference.sampling import draw_tokens
 from realhf.nn.transformer import Transformer
 
-Compute = Callable[[], Tensor]
+
+class Decoded(NamedTuple):
+    """What a recorded pass computes of each row: the hidden states and, if it samples, the next token with
+    its log-prob."""
+
+    hidden_BH: Tensor
+    tokens_B: Tensor | None = None
+    logprobs_B: Tensor | None = None
+
+
+class _Inputs(NamedTuple):
+    """The memory that a recorded pass reads: ids_B, or hidden_BH of the stage before, the pages of the rows,
+    and the random numbers with which it samples."""
+
+    x: Tensor
+    pages: RowPages[Tensor]
+    uniform_B: Tensor
+
+
+Compute = Callable[[], Decoded]
 Record = Callable[[Compute], Compute]
 """Records a function of tensors at fixed addresses; returns one that replays it into the same output."""
 _LEAST_WIDTH = 8  # Pages; the width of tables is this or a power of two above it, so that few widths occur.
@@ -171,10 +193,10 @@ class DecodeGraphs:
         self._backends = backends
         self._record = record
         self._addresses = model.addresses
-        self._inputs: dict[torch.Size, tuple[Tensor, RowPages[Tensor]]] = {}
-        """Shape of the tables -> the memory from which passes of that shape read: ids_B, or hidden_BH of the
-        stage before, and the pages of the rows."""
-        self._replays: dict[torch.Size, Compute] = {}
+        self._inputs: dict[torch.Size, _Inputs] = {}
+        """By the shape of the tables."""
+        self._replays: dict[tuple[torch.Size, SamplingConfig | None], Compute | None] = {}
+        """By the shape of the tables and the way of sampling, if the pass samples; None: it has run once."""
 
     @property
     def are_valid(self) -> bool:
@@ -182,9 +204,12 @@ class DecodeGraphs:
         return self._addresses == self._model.addresses
 
     @property
-    def known(self) -> list[tuple[int, ...]]:
-        """The shapes of tables that have run, each with 1 if it is recorded and else 0."""
-        return sorted((*shape, int(shape in self._replays)) for shape in self._inputs)
+    def known(self) -> list[list[str]]:
+        """The passes that have run: the shape of the tables, the way of sampling, and whether it is
+        recorded."""
+        return sorted(
+            [str(tuple(shape)), str(sampling), str(replay is not None)]
+            for (shape, sampling), replay in self._replays.items())
 
     def padding(self, num_rows: int, num_pages: int) -> RowPages[Tensor]:
         device = self._model.flat.device
@@ -193,37 +218,58 @@ class DecodeGraphs:
         lens_B = torch.ones(num_rows, dtype=torch.int32, device=device)
         return RowPages(zeros_B, zeros_B, lens_B, table_BM)
 
-    def __call__(self, x: Tensor, pages: RowPages[Tensor]) -> Tensor:
-        """Decode one token of each row and return hidden_BH, which is valid until the next call.
+    def __call__(
+        self, x: Tensor, pages: RowPages[Tensor], *, uniform_B: Tensor | None = None,
+        sampling: SamplingConfig | None = None,
+    ) -> Decoded:
+        """Decode one token of each row; the result is valid until the next call.
 
-        `x` are the rows' last tokens, or the hidden states of the stage before, without padding.
+        `x` are the rows' last tokens, or the hidden states of the stage before, without padding. With
+        `sampling`, the pass also samples the next tokens with the random numbers `uniform_B`.
         """
+        count = len(x)
         shape = pages.table_BM.shape
-        is_new = shape not in self._inputs
-        if is_new:
-            fixed = RowPages(*map(torch.empty_like, pages))
-            self._inputs[shape] = x.new_zeros(shape[0], *x.shape[1:]), fixed
-        padded_x, fixed = self._inputs[shape]
-        padded_x[: len(x)] = x
-        torch._foreach_copy_(list(fixed), list(pages))
-        compute = partial(self._compute, padded_x, fixed)
-        if is_new:  # Libraries initialise themselves in the first pass, and some shapes occur only once.
-            return compute()[: len(x)]
-        if shape not in self._replays:
-            self._replays[shape] = self._record(compute)
+        if shape not in self._inputs:
+            draws_B = torch.zeros(shape[0], dtype=torch.float64, device=x.device)
+            fixed_pages = RowPages(*map(torch.empty_like, pages))
+            self._inputs[shape] = _Inputs(x.new_zeros(shape[0], *x.shape[1:]), fixed_pages, draws_B)
+        fixed = self._inputs[shape]
+        copies = [(fixed.x[:count], x), *zip(fixed.pages, pages, strict=True)]
+        if sampling is not None and count:
+            assert uniform_B is not None
+            copies.append((fixed.uniform_B[:count], uniform_B))
+        torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+        decoded = self._run(shape, sampling)
+        if decoded.tokens_B is None or decoded.logprobs_B is None:
+            return Decoded(decoded.hidden_BH[:count])
+        return Decoded(decoded.hidden_BH[:count], decoded.tokens_B[:count], decoded.logprobs_B[:count])
+
+    def _run(self, shape: torch.Size, sampling: SamplingConfig | None) -> Decoded:
+        """Run, record or replay the pass of a shape."""
+        compute = partial(self._compute, self._inputs[shape], sampling)
+        key = shape, sampling
+        if key not in self._replays:  # Libraries initialise themselves, and some shapes occur only once.
+            self._replays[key] = None
+            return compute()
+        replay = self._replays[key]
+        if replay is None:
+            replay = self._replays[key] = self._record(compute)
         groups = self._model.groups
         shared = next((group for group in (groups.tp, groups.ep) if group.size > 1), None)
         if shared is not None:  # Collectives may not run beside earlier posts.
             groups.world.process.communicators.join()
-        out = self._replays[shape]()[: len(x)]
+        out = replay()
         if shared is not None:
             shared.note(shared.new_operation("recorded pass"))
         return out
 
-    def _compute(self, x: Tensor, pages: RowPages[Tensor]) -> Tensor:
-        rows = paged_rows(self._backends, pages, page_size=self._cache.block_size)
-        with self._model.gathering(len(x)):
-            return self._model.advance(x, self._cache, [rows])
+    def _compute(self, inputs: _Inputs, sampling: SamplingConfig | None) -> Decoded:
+        rows = paged_rows(self._backends, inputs.pages, page_size=self._cache.block_size)
+        with self._model.gathering(len(inputs.x)):
+            hidden_BH = self._model.advance(inputs.x, self._cache, [rows])
+        if sampling is None:
+            return Decoded(hidden_BH)
+        return Decoded(hidden_BH, *draw_tokens(self._model, hidden_BH, inputs.uniform_B, config=sampling))
 
 
 def recorder(device: torch.device) -> Record | None:
@@ -248,7 +294,7 @@ def recorder(device: torch.device) -> Record | None:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-        def replay() -> Tensor:
+        def replay() -> Decoded:
             graph.replay()
             return out
 

@@ -174,6 +174,11 @@ class ResponseBuffer:
         positions_B = self.num_before[rows_B] + self.num_drawn[rows_B] + self.lengths[rows_B]
         return self._draws(rows_B, sample_ids=self.ids[rows_B], positions=positions_B)
 
+    @property
+    def has_processing(self) -> bool:
+        """Whether anything changes logits before tokens are sampled from them."""
+        return self._processors is not None
+
     def processing(self, rows: Sequence[BufferRow]) -> Processing | None:
         """Return what changes the logits of the next tokens of these rows; None if nothing does.
 

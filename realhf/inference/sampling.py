@@ -4,7 +4,8 @@ In float64 and float32 all layouts draw the same tokens. In bfloat16 a token can
 boundary between two tokens, and then that sample differs.
 
 Random numbers are counter-based: Philox4x32-10 (Salmon et al., SC 2011). Ranks exchange only the maxima and
-sums of their logits (with top-k also the k largest, with top-p all of them).
+sums of their logits (with top-k also the k largest, with top-p all of them). Nothing is sorted: see
+`nucleus_threshold`.
 
 LogitProcessors change the logits before sampling, by what each sample's prompt and response have. They are
 those of transformers: SequenceBiasLogitsProcessor (for single tokens), RepetitionPenaltyLogitsProcessor,
@@ -34,17 +35,25 @@ from realhf.calls import SamplingConfig
 from realhf.devices.pinned import upload
 from realhf.distributed.group import Group
 from realhf.inference.kv_cache import Integers
+from realhf.nn.fused import chains_of
 
 if TYPE_CHECKING:
     from realhf.inference.response_buffer import ResponseBuffer
+    from realhf.nn.transformer import Transformer
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _CHUNK = 256  # Vocabulary tokens in a chunk, whose probabilities are summed first.
+_PART_CHUNKS = 16  # Chunks that a program of a GPU sums.
+_THRESHOLD_BLOCK = 4096  # Logits that a program of a GPU compares at a time.
 _BLOCK_NUMEL = 1 << 18  # Logits that are processed at a time, so that they stay in a core's cache.
 _CUDA_FACTOR = 256  # A GPU processes this many times more, because each block costs kernel launches.
+_ROUNDING = 1.5 * 2.0**18
+"""Added to a float64 number below 2^17 and taken away again, it rounds the number to a multiple of 2^-34."""
+_FEW_TOKENS = 1 << 14
+"""Up to so many tokens, a histogram by 8 bits of the logits is faster than one by 16."""
 _AHEAD = 16  # Positions for which random numbers are computed at a time.
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -145,6 +154,57 @@ def sample(
     if group.size == 1:
         return _sample_whole(shard, None if greedy else uniform_B)
     return _sample_sharded(shard, None if greedy else uniform_B, vocab_start=vocab_start, group=group)
+
+
+def draw_tokens(
+    model: Transformer, hidden_BH: Tensor, uniform_B: Tensor, *, config: SamplingConfig,
+    processing: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens and log-probs that `sample` draws from the logits of these hidden states."""
+    tp = model.groups.tp
+    if processing is None and tp.size == 1 and chains_of(hidden_BH) is not None:
+        head = model.head
+        return draw_by_kernels(
+            head.product(hidden_BH), uniform_B, config=config, scale=head.scale, softcap=head.softcap)
+    return sample(
+        model.logits(hidden_BH), uniform_B, config=config, vocab_start=model.vocab_range[0], group=tp,
+        processing=processing, widest_shard=-(-model.config.vocab_size // tp.size))
+
+
+def draw_by_kernels(
+    product_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `sample` returns for the logits that `Head.to_logits` makes of `product_BV`.
+
+    There are two kernels, or three with filters. This rank has the whole vocabulary.
+    """
+    from realhf.inference import sampling_kernels as kernels
+
+    assert product_BV.is_contiguous()
+    num_rows, size = product_BV.shape
+    num_parts = -(-size // (_CHUNK * _PART_CHUNKS))
+    filters = config.temperature != 0 and (config.top_k > 0 or config.top_p < 1 or config.min_p > 0)
+    part_most, threshold_B = (
+        product_BV.new_empty(shape, dtype=torch.float32) for shape in ((num_rows, num_parts), num_rows))
+    part_best = torch.empty_like(part_most, dtype=torch.int32)
+    part_sum = torch.empty_like(part_most, dtype=torch.float64)
+    chunk_sum = part_sum.new_empty(num_rows, num_parts, _PART_CHUNKS)
+    logprobs_B = torch.empty_like(uniform_B)
+    tokens_B = torch.empty_like(uniform_B, dtype=torch.int64)
+    of_logits = float(scale), float(softcap or 1.0), float(config.temperature or 1.0)
+    sizes = {"CHUNKS": _PART_CHUNKS, "CHUNK": _CHUNK, "FILTERS": filters, "HAS_SOFTCAP": softcap is not None}
+    if filters:
+        kernels.thresholds[(num_rows,)](
+            product_BV, threshold_B, *of_logits, float(config.top_p),
+            log(config.min_p) if config.min_p else float("-inf"), size, config.top_k,
+            HAS_SOFTCAP=softcap is not None, BLOCK_L=_THRESHOLD_BLOCK, num_warps=16)
+    parts = (part_most, part_best, part_sum, chunk_sum)
+    kernels.part_sums[(num_rows, num_parts)](
+        product_BV, threshold_B, *parts, *of_logits, size, num_parts, **sizes)
+    kernels.draw[(num_rows,)](
+        product_BV, threshold_B, *parts, uniform_B, tokens_B, logprobs_B, *of_logits, size, num_parts,
+        IS_GREEDY=config.temperature == 0, BLOCK_P=1 << (num_parts - 1).bit_length(), **sizes)
+    return tokens_B, logprobs_B
 
 
 class _Shard(NamedTuple):
@@ -294,21 +354,64 @@ def _filter(
     those below `min_p` times the highest probability (Nguyen et al. 2024). `max_B` is the shard's maximum."""
     size = logits_BV.shape[-1]
     if config.top_k > 0:
-        largest = _gather(logits_BV.topk(min(config.top_k, size), -1).values, width=config.top_k, group=group)
-        threshold_B = largest.topk(config.top_k, -1).values[:, -1]
+        largest = logits_BV.topk(min(config.top_k, size), -1).values
+        if group.size > 1:
+            largest = _gather(largest, width=config.top_k, group=group).topk(config.top_k, -1).values
+        threshold_B = largest[:, -1]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     if config.top_p < 1:
         assert widest_shard >= size or group.size == 1, "shards of several ranks are padded to the widest"
         gathered = _gather(logits_BV, width=max(widest_shard, size), group=group)
-        ranked = gathered.sort(-1, descending=True).values
-        probs = ranked.softmax(-1)
-        outside = probs.cumsum(-1) - probs >= config.top_p
-        threshold_B = ranked.masked_fill(outside, torch.inf).min(-1).values
+        threshold_B = nucleus_threshold(gathered, config.top_p)
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     if config.min_p > 0:
         threshold_B = (max_B if group.size == 1 else group.all_gather(max_B).amax(0)) + log(config.min_p)
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     return logits_BV
+
+
+def nucleus_threshold(logits_BV: Tensor, top_p: float) -> Tensor:
+    """Return the least logit of each row's nucleus: the least value x such that all larger ones together have
+    less than `top_p` of the probability. So of tokens with equal logits, all are in the nucleus, or none.
+
+    Nothing is sorted. Probabilities are rounded to multiples of 2^-34 of the largest one, so that their sums
+    are exact, and the threshold is the same in any order of the vocabulary.
+    """
+    num_bits = 16 if logits_BV.shape[1] > _FEW_TOKENS else 8
+    blocks = [
+        _nucleus_threshold(logits_BV[rows], top_p, num_bits=num_bits) for rows in rows_at_a_time(logits_BV)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _nucleus_threshold(logits_BV: Tensor, top_p: float, *, num_bits: int) -> Tensor:
+    """Find the threshold `num_bits` at a time: a histogram of the probabilities by the highest bits of the
+    logits tells which bits it has, and the next one, of logits that have these, the next bits."""
+    max_B1 = logits_BV.amax(-1, keepdim=True)
+    mass_BV = (logits_BV - max_B1).exp_().double().add_(_ROUNDING).sub_(_ROUNDING)
+    target_B1 = mass_BV.sum(-1, keepdim=True) * top_p
+    integers = torch.int64 if logits_BV.dtype == torch.float64 else torch.int32
+    keys_BV = _in_order(logits_BV.contiguous().view(integers))
+    num_digits = 1 << num_bits
+    start_B1 = torch.full_like(max_B1, -num_digits // 2, dtype=integers)  # The first of the keys in question.
+    above_B1 = torch.zeros_like(target_B1)  # The mass of those beyond them.
+    for shift in range(8 * integers.itemsize - num_bits, -1, -num_bits):
+        digit_BV = (keys_BV >> shift).sub_(start_B1)
+        digit_BV = torch.where((digit_BV < 0) | (digit_BV >= num_digits), num_digits, digit_BV)
+        mass_BD = mass_BV.new_zeros(len(keys_BV), num_digits + 1)
+        rising_BD = mass_BD.scatter_add_(1, digit_BV.long(), mass_BV)[:, :num_digits].cumsum(-1)
+        larger_BD = above_B1 + rising_BD[:, -1:] - rising_BD
+        digit_B1 = (larger_BD >= target_B1).sum(-1, keepdim=True).clamp_(max=num_digits - 1)
+        above_B1 = larger_BD.gather(1, digit_B1)
+        start_B1 = start_B1 + digit_B1.to(integers)
+        if shift:
+            start_B1 = start_B1 << num_bits
+    return _in_order(start_B1).view(logits_BV.dtype)[:, 0]
+
+
+def _in_order(bits: Tensor) -> Tensor:
+    """Return integers that rise with the numbers of which these are the bits; or the reverse."""
+    sign_shift = 8 * bits.itemsize - 1
+    return (bits >> sign_shift).bitwise_and_((1 << sign_shift) - 1).bitwise_xor_(bits)
 
 
 def _gather(logits: Tensor, *, width: int, group: Group) -> Tensor:

@@ -23,9 +23,9 @@ from realhf.distributed.group import Pending
 from realhf.inference.cpu_decoding import DecodingSteps, cpu_segments
 from realhf.inference.forward_batch import ChunkPages, chunk_pages, paged_chunks, paged_rows, prefill
 from realhf.inference.kv_cache import BlockTables, RowPages
-from realhf.inference.page_pool import DecodeGraphs, PagePool
-from realhf.inference.response_buffer import ResponseBuffer
-from realhf.inference.sampling import for_vocabulary, sample
+from realhf.inference.page_pool import Decoded, DecodeGraphs, PagePool
+from realhf.inference.response_buffer import Processing, ResponseBuffer
+from realhf.inference.sampling import draw_tokens, for_vocabulary
 from realhf.inference.scheduler import BufferRow, DecodeWindow, Step
 from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
@@ -113,17 +113,13 @@ class StepPasses:
         inputs = self._inputs(step, window)
         self.num_computed += len(step.decoding) + len(inputs.prompt_T)
         self.copy(step.copies)
-        hidden = self._pass(step, inputs, window)
+        drawn = self._pass(step, inputs, window, processing)
         at = (inputs.row_S, inputs.column_S)
         nothing = torch.zeros(0, dtype=torch.long)
         started = StartedStep(step, at, inputs.row_S[:0], Download(nothing))
-        if not self._parallel.is_last_stage or not step.rows:
+        if drawn is None:
             return started
-        tokens_S, logprobs_S = sample(
-            self._model.logits(hidden), inputs.draw_S, config=self._sampling,
-            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing,
-            widest_shard=-(-self._model.config.vocab_size // self._parallel.layout.tp))
-        started.drawn_S = self._buffer.record(at, tokens_S, logprobs_S, insertions)
+        started.drawn_S = self._buffer.record(at, *drawn, insertions)
         started.download = Download(started.drawn_S)
         if started.download.is_here:
             self._send_back(started)
@@ -131,7 +127,7 @@ class StepPasses:
 
     def start_empty(self, window: DecodeWindow) -> None:
         """Take part in a step that other ranks of the ep group have."""
-        self._pass(Step([], [], []), NO_INPUTS, window)
+        self._pass(Step([], [], []), NO_INPUTS, window, None)
 
     def receive(self, started: StartedStep) -> None:
         """Receive the tokens of a step from the last stage, or send them to earlier ones."""
@@ -189,9 +185,10 @@ class StepPasses:
         """
         return step.continued if self._model.config.mla is not None else step.chunks
 
-    def _pass(self, step: Step, inputs: StepInputs, window: DecodeWindow) -> Tensor:
-        """Run the pass of a step; the last stage returns the hidden states from which its rows' tokens are
-        drawn.
+    def _pass(
+        self, step: Step, inputs: StepInputs, window: DecodeWindow, processing: Processing | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Run the pass of a step; the last stage returns the tokens of its rows, if any, and their log-probs.
 
         Rows and chunks go through two passes if passes are recorded, or if experts are on several ranks: rows
         are then gathered, and an empty step takes part in both passes.
@@ -201,28 +198,52 @@ class StepPasses:
             last_tokens = self._buffer.tokens[inputs.row_S[: len(step.decoding)], inputs.last_column_B]
         x = self._input(last_tokens, [inputs.prompt_T] if step.chunks else [])
         num_rows = len(step.decoding)
+        is_last = self._parallel.is_last_stage
+        draws = is_last and not self._buffer.has_processing  # In the recorded pass.
+        drawn: list[tuple[Tensor, Tensor]] = []
         if self._graphs is None and self._parallel.ep.size == 1:
             hidden = self._extend(x, self._segments(step, inputs))
         else:
-            parts = [self._decode(x[:num_rows], step, inputs, window)] if window.num_rows else []
+            parts = []
+            if window.num_rows:
+                decoded = self._decode(x[:num_rows], step, inputs, window, draws=draws)
+                parts.append(decoded.hidden_BH)
+                if decoded.tokens_B is not None and decoded.logprobs_B is not None and step.decoding:
+                    # Other cohorts overwrite the tokens, perhaps before they have been read.
+                    drawn.append((decoded.tokens_B.clone(), decoded.logprobs_B))
             if window.prefills:
                 chunks = replace(step, decoding=[])
                 parts.append(self._extend(x[num_rows:], self._segments(chunks, inputs)))
             hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not self._parallel.is_last_stage:
+        if not is_last:
             self._sent.append(self._parallel.pp.post([(self._parallel.at.pp + 1, hidden.contiguous())], []))
-            return hidden
-        return hidden[inputs.last_S] if step.chunks else hidden
+            return None
+        num_drawn = num_rows if drawn else 0
+        if len(step.rows) > num_drawn:
+            hidden = hidden[inputs.last_S[num_drawn:]] if step.chunks else hidden
+            drawn.append(draw_tokens(
+                self._model, hidden, inputs.draw_S[num_drawn:], config=self._sampling,
+                processing=processing))
+        if len(drawn) < 2:
+            return drawn[0] if drawn else None
+        tokens, logprobs = zip(*drawn, strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
 
-    def _decode(self, x: Tensor, step: Step, inputs: StepInputs, window: DecodeWindow) -> Tensor:
-        """Compute the rows of a step; other ranks of the ep group may have more or fewer of them."""
+    def _decode(
+        self, x: Tensor, step: Step, inputs: StepInputs, window: DecodeWindow, *, draws: bool
+    ) -> Decoded:
+        """Compute the rows of a step, and if it `draws` perhaps their tokens; other ranks of the ep group may
+        have more or fewer of them."""
         if self._graphs is None:
             with self._model.gathering(window.num_rows):
-                return self._extend(x, self._segments(replace(step, chunks=[]), inputs))
+                return Decoded(self._extend(x, self._segments(replace(step, chunks=[]), inputs)))
         pages = inputs.row_pages or self._graphs.padding(window.num_rows, window.num_pages)
-        hidden = self._graphs(x, pages)
+        if draws:
+            return self._graphs(
+                x, pages, uniform_B=inputs.draw_S[: len(step.decoding)], sampling=self._sampling)
+        decoded = self._graphs(x, pages)
         # Other cohorts overwrite it, perhaps before it has been sent.
-        return hidden if self._parallel.is_last_stage else hidden.clone()
+        return decoded if self._parallel.is_last_stage else Decoded(decoded.hidden_BH.clone())
 
     def _extend(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Run tokens through this stage; without any, only its experts compute something."""

@@ -152,9 +152,9 @@ def page_tokens(config: ModelConfig, dtype: str) -> int:
     """Return the number of tokens of which the pages of a model's cache on CUDA have a multiple.
 
     This assumes that FlashAttention-2 is installed, which torch has from 2.13 on; without it, pages are not
-    larger. In float32, which is for tests, no kernel asks for anything.
+    larger. In float64, which is for tests, no kernel asks for anything.
     """
-    if dtype not in ("float16", "bfloat16"):
+    if dtype == "float64":
         return 1
     heads = cached_heads(config, tp=1)
     value_dim = heads.value_dim or heads.head_dim

@@ -32,6 +32,7 @@ from realhf.devices.half_precision import widened
 from realhf.distributed.group import Group, copy_to_group, exchange_rows, sum_over_group
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig
+from realhf.nn.fused import CachePlace, chains_of
 from realhf.nn.linear import add_bias, wide
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.norm import Norm, rms_norm
@@ -46,24 +47,20 @@ Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 class Attend:
     """The attention of one layer over all or some tokens of a pass: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
 
-    With `from_cache`, the tokens attend to the cache, and `k_TKD` and `v_TKD` have the cache's format.
-    Without it, the tokens attend to one another. `cached` are then the keys and values to store, if the
-    cache's format is another one. If it also `expands`, the tokens attend to earlier tokens as well, whose
-    keys and values `expand` computes from the cache.
+    With `from_cache`, the tokens attend to the cache, to which their own keys and values have been written;
+    it does not read `k_TKD` and `v_TKD`. Without it, the tokens attend to one another. If it also `expands`,
+    they attend to earlier tokens as well, whose keys and values `expand` computes from the cache.
     """
 
     compute: Callable[..., Tensor]
-    store: Callable[[Tensor, Tensor], None] | None = None  # Writes keys and values to a cache.
     from_cache: bool = False
     tokens: slice | None = None  # Which tokens of the pass; None: all.
     expands: bool = False
 
     def __call__(
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        *, cached: tuple[Tensor, Tensor] | None = None, expand: Expand | None = None,
+        *, expand: Expand | None = None,
     ) -> Tensor:
-        if self.store is not None:
-            self.store(*(cached or (k_TKD, v_TKD)))
         options = {"expand": expand} if self.expands else {}
         return self.compute(q_TND, k_TKD, v_TKD, kind=kind, **options)
 
@@ -134,22 +131,38 @@ class Attention:
         dim = config.head_dim
         packed_backend(self.qkv.device, AttentionShape(self.kind, dim, dim, self.qkv.dtype))
 
-    def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend], place: CachePlace | None = None
+    ) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
         x_TH = copy_to_group(x_TH, self.tp)
         qkv = adapted_linear(x_TH, self.qkv, self.qkv_bias, self.adapters.get("qkv.weight"))
         qkv = qkv.view(len(qkv), N + 2 * K, self.config.head_dim)
-        if self.config.qk_norm is not None:
+        q_TND, k_TKD, v_TKD = self._placed(qkv, angles, place).split((N, K, K), dim=1)
+        out_TND = attend_each(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
+        y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
+        return add_bias(sum_over_group(y_TH, self.tp), self.out_bias)
+
+    def _placed(self, qkv: Tensor, angles: Angles | None, place: CachePlace | None) -> Tensor:
+        """Return queries, keys and values, normalised and rotated, after these are written to the cache."""
+        N, K = self.num_heads, self.num_kv_heads
+        interleaved = self.config.rope_interleaved
+        chains = None if torch.is_grad_enabled() else chains_of(qkv)
+        by_head = self.config.qk_norm == "head"
+        if self.config.qk_norm is not None and not (chains is not None and by_head):
             q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
             q_TND = self._normed(q_TND, self.q_norm)
             k_TKD = self._normed(k_TKD, self.k_norm)
             qkv = torch.cat((q_TND, k_TKD, v_TKD), dim=1)
+        if chains is not None:
+            norms = (self.q_norm, self.k_norm) if by_head else None
+            return chains.rotate_and_store(
+                qkv, num_kv_heads=K, angles=angles, interleaved=interleaved, norms=norms, place=place)
         if angles is not None:
-            qkv = rotate(qkv, angles, interleaved=self.config.rope_interleaved, num_heads=N + K)
-        q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
-        out_TND = attend_each(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
-        y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
-        return add_bias(sum_over_group(y_TH, self.tp), self.out_bias)
+            qkv = rotate(qkv, angles, interleaved=interleaved, num_heads=N + K)
+        if place is not None:
+            place.write(*qkv.split((N, K, K), dim=1)[1:])
+        return qkv
 
     def _normed(self, x_TND: Tensor, norm: Norm) -> Tensor:
         """Return queries or keys normalised per head, or over all heads, those of other ranks included."""
@@ -198,7 +211,9 @@ class LatentAttention:
         dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         packed_backend(weight.device, AttentionShape(self.kind, dim, mla.v_head_dim, weight.dtype))
 
-    def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend], place: CachePlace | None = None
+    ) -> Tensor:
         mla = self.mla
         q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
         latent_TC, k_TR = self._project("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
@@ -207,6 +222,8 @@ class LatentAttention:
         if angles is not None:
             turn = partial(rotate, angles=angles, interleaved=self.config.rope_interleaved)
             q_TNR, k_T1R = turn(q_TNR), turn(k_T1R)
+        if place is not None:
+            place.write(torch.cat((latent_TC[:, None], k_T1R), dim=2))
         out_TNV = attend_each(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
         return sum_over_group(self._project("o", out_TNV.flatten(1)), self.tp)
 
@@ -214,16 +231,14 @@ class LatentAttention:
         self, attend: Attend, q_TNP: Tensor, q_TNR: Tensor, latent_TC: Tensor, k_T1R: Tensor
     ) -> Tensor:
         """Return out_TNV for the tokens of one Attend."""
-        cached_T1L = torch.cat((latent_TC[:, None], k_T1R), dim=2)
         if attend.from_cache:
             up_NPC, up_NVC = self._up()
             q_TNL = torch.cat((_by_head("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
-            out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
+            out_TNC = attend(self.kind, q_TNL, k_T1R, latent_TC[:, None])
             return _by_head("tnc,nvc->tnv", out_TNC, up_NVC)
         q_TND = torch.cat((q_TNP, q_TNR), dim=2)
         k_TND, v_TNV = self._keys_and_values(latent_TC, k_T1R)
-        return attend(
-            self.kind, q_TND, k_TND, v_TNV, cached=(cached_T1L, latent_TC[:, None]), expand=self._expanded)
+        return attend(self.kind, q_TND, k_TND, v_TNV, expand=self._expanded)
 
     def _keys_and_values(self, latent_TC: Tensor, k_T1R: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of this rank's heads: k_TND, v_TNV."""

@@ -16,6 +16,7 @@ from realhf.devices.chunk_sizes import PART_NUMEL
 from realhf.distributed.group import Group, copy_to_group, sum_over_group
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import row_blocks
+from realhf.nn.fused import chains_of
 from realhf.nn.linear import add_bias, collects
 from realhf.nn.lora import Adapted, Adapter, adapted_linear
 from realhf.nn.parameters import Weights
@@ -29,15 +30,17 @@ class ElementwiseFunction(NamedTuple):
 
     compute: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
+    name: str  # That of the kernels of nn/fused.py.
 
 
-_SILU = ElementwiseFunction(F.silu, torch.ops.aten.silu_backward)
-_GELU = ElementwiseFunction(F.gelu, torch.ops.aten.gelu_backward)
+_SILU = ElementwiseFunction(F.silu, torch.ops.aten.silu_backward, "silu")
+_GELU = ElementwiseFunction(F.gelu, torch.ops.aten.gelu_backward, "gelu")
 _GELU_TANH = ElementwiseFunction(
-    partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+    partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "gelu_tanh")
 ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
-    "relu": ElementwiseFunction(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
+    "relu": ElementwiseFunction(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0), "relu"),
 }
 
 
@@ -91,6 +94,8 @@ def _rows_at_a_time(x_TF: Tensor) -> list[slice]:
 def _activate(up_TF: Tensor, function: ElementwiseFunction, gated: bool) -> Tensor:
     if not gated:
         return function.compute(up_TF)
+    if (chains := chains_of(up_TF)) is not None:
+        return chains.gated(up_TF, function.name)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
     blocks = _rows_at_a_time(up_TF)
     if len(blocks) == 1:
@@ -113,6 +118,10 @@ def _gradient(
         if recompute:
             grad_TF.copy_(function.compute(up_TF))
         return out_TF
+    if (chains := chains_of(up_TF)) is not None:
+        return chains.gated_backward(
+            grad_TF if recompute else grad_TF.clone(memory_format=torch.contiguous_format), up_TF,
+            function.name)
     out_TF = torch.empty_like(up_TF)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
     grad_gate_TF, grad_up_TF = out_TF.chunk(2, dim=1)

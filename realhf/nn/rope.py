@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from realhf.models.model_config import ModelConfig
+from realhf.nn.fused import chains_of
 
 Angles = tuple[Tensor, Tensor]
 """The cosines and sines of every token's angles, each of shape (T, 1, R / 2)."""
@@ -59,6 +60,8 @@ class Rotary:
             factor = by_length[0][1]
         else:
             frequencies, factor = self._frequencies(kind, None)
+            if (chains := chains_of(position_T, self._dtype)) is not None:
+                return chains.angles(position_T, frequencies, factor, self._dtype)
         angles = position_T[:, None, None].to(self._wide) * frequencies
         cos, sin = angles.cos(), angles.sin()
         if factor != 1:

@@ -33,6 +33,7 @@ from realhf.nn.attention import (
     packed_attention,
     token_range,
 )
+from realhf.nn.fused import CachePlace, chains_of
 from realhf.nn.linear import embedding, linear
 from realhf.nn.lora import Adapted, Adapter, Adapters
 from realhf.nn.mlp import Mlp, activation
@@ -68,13 +69,58 @@ class Block:
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
         losses: RouterLosses | None = None,
     ) -> Tensor:
-        # Intermediate results have no names, so that they are freed at once: memory peaks here.
-        x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
-        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), losses)))
+        residual = Residual(x_TH, scale=self.config.residual_scale)
+        self.extend(residual, angles, attends, losses=losses)
+        return residual.total()
 
-    def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
-        scale = self.config.residual_scale
-        return x_TH + (y_TH if scale == 1 else y_TH * scale)
+    def extend(
+        self, residual: "Residual", angles: Angles | None, attends: Sequence[Attend],
+        *, losses: RouterLosses | None = None, place: CachePlace | None = None,
+    ) -> None:
+        """Add the outputs of the layer to the residual stream, and its keys and values to a cache."""
+        # Intermediate results have no names, so that they are freed at once: memory peaks here.
+        residual.add(
+            self.attention(residual.normed(self.attn_norm), angles, attends, place), self.attn_out_norm)
+        residual.add(self.mlp(residual.normed(self.mlp_norm), losses), self.mlp_out_norm)
+
+
+class Residual:
+    """The residual stream of some tokens, to which layers add their outputs.
+
+    A single kernel adds an output and computes the next norm, where there is one (nn/fused.py).
+    """
+
+    def __init__(self, x_TH: Tensor, *, scale: float) -> None:
+        """Outputs are multiplied by `scale` before they are added."""
+        self._x_TH = x_TH
+        self._scale = scale
+        self._chains = None if torch.is_grad_enabled() else chains_of(x_TH)
+        self._output: tuple[Tensor, Norm] | None = None
+        """The last output, which has not been added yet, and its own norm."""
+
+    def add(self, y_TH: Tensor, norm: Norm) -> None:
+        """Add an output, after its own norm."""
+        if self._chains is not None:
+            self._output = y_TH, norm
+            return
+        y_TH = norm(y_TH)
+        self._x_TH = self._x_TH + (y_TH if self._scale == 1 else y_TH * self._scale)
+
+    def normed(self, norm: Norm) -> Tensor:
+        """Return the norm of the sum of all outputs so far."""
+        return norm(self._x_TH) if self._chains is None else self._normed(norm)
+
+    def _normed(self, norm: Norm | None) -> Tensor:
+        assert self._chains is not None
+        y_TH, out_norm = self._output or (None, None)
+        self._output = None
+        self._x_TH, normed_TH = self._chains.add_norm(
+            self._x_TH, y_TH, scale=self._scale, out_norm=out_norm, norm=norm)
+        return normed_TH
+
+    def total(self) -> Tensor:
+        """Return the sum of all outputs so far."""
+        return self._x_TH if self._output is None else self._normed(None)
 
 
 class Transformer(ShardedParameters):
@@ -200,13 +246,14 @@ class Transformer(ShardedParameters):
 
         def attends(layer: int) -> list[Attend]:
             return [
-                Attend(
-                    partial(segment.attend, cache, layer),
-                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, span,
-                    segment.expands)
+                Attend(partial(segment.attend, cache, layer), segment.from_cache, span, segment.expands)
                 for segment, span in zip(segments, tokens, strict=True)]
 
-        return self._stage(x, position_T, length_T, attends)
+        places = [segment.cache_positions_T for segment in segments]
+        positions_T = places[0] if len(places) == 1 else torch.cat(places)
+        with torch.no_grad():
+            return self._stage(
+                x, position_T, length_T, attends, place=lambda layer: cache.place(layer, positions_T))
 
     def _attend(
         self, sequences: Sequences, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
@@ -222,10 +269,18 @@ class Transformer(ShardedParameters):
         self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Sequence[Attend]],
         *, recompute: bool = False, router_losses: RouterLosses | None = None,
         layer_done: Callable[[int], None] | None = None,
+        place: Callable[[int], CachePlace | None] = lambda layer: None,
     ) -> Tensor:
         """Run the embedding (first stage), the blocks, and the final norm (last stage)."""
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
         angles = None if self._rope is None else self._rope(position_T, length_T)
+        if not torch.is_grad_enabled():
+            residual = Residual(x_TH, scale=self.config.residual_scale)
+            del x_TH
+            for index, (layer, block) in enumerate(zip(self._layers, self.blocks, strict=True)):
+                of_layer = None if angles is None else angles(layer)
+                block.extend(residual, of_layer, attends(index), losses=router_losses, place=place(index))
+            return residual.normed(self._final_norm) if self.groups.is_last_stage else residual.total()
         for index, (layer, block) in enumerate(zip(self._layers, self.blocks, strict=True)):
             if layer_done is not None and x_TH.requires_grad:
                 # Hooks of leaves run in any order; that of a view runs after the gradients of the layer.

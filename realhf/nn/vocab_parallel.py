@@ -1,10 +1,10 @@
 """Log-probabilities and entropy from hidden states, without holding the logits of all tokens at once.
 
 Logits are computed for one chunk of tokens at a time, in the dtype of the head's weight or in float32, and
-evaluated in float32 (float64 for float64 logits). If there are several chunks, the forward pass keeps only
-each token's log-sum-exp, and the backward pass computes the logits again; it turns them into their gradient
-in place. Each rank of a tensor-parallel group has a part of the vocabulary; the forward pass sends one
-message per peer, however many chunks there are.
+evaluated in float32 (float64 for float64 logits). For the backward pass, the forward pass keeps each token's
+log-sum-exp, and the logits of the first chunks (KEPT_CHUNKS); those of later chunks are computed again.
+The backward pass turns logits into their gradient in place. Each rank of a tensor-parallel group has a part
+of the vocabulary; the forward pass sends one message per peer, however many chunks there are.
 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, R ranks of the group, K labels or
 most probable tokens; t tokens of a chunk, s tokens of a slice of a chunk.
@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.devices import half_precision
-from realhf.devices.chunk_sizes import chunk_numel, slice_numel
+from realhf.devices.chunk_sizes import KEPT_CHUNKS, chunk_numel, slice_numel
 from realhf.distributed.group import Group, copy_to_group
 from realhf.models.param_spec import row_blocks
+from realhf.nn.fused import chains_of
 from realhf.nn.linear import Weight, collects, linear
 
 
@@ -104,16 +105,20 @@ class _LogProbs(torch.autograd.Function):
         here_TK = (labels_TK >= 0) & (labels_TK < len(weight_VH))
         at_TK = torch.where(here_TK, labels_TK, 0)
         statistics = []
+        kept: list[Tensor] = []
+        num_kept = KEPT_CHUNKS if any(ctx.needs_input_grad) else 0
         logits_tV = hidden_TH
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
             logits_tV = hidden_TH  # Frees the previous chunk before the next product.
             logits_tV = head.product(hidden_TH[tokens])
             statistics += _statistics(logits_tV, at_TK[tokens], head, temperature, entropy)
+            if len(kept) < num_kept:
+                kept.append(logits_tV)
         lse_RT, label_RTK, *mean = _gathered(statistics, here_TK, head.group)
         lse_T = lse_RT.logsumexp(0)
         entropy_T = lse_T - (mean[0] * (lse_RT - lse_T).exp()).sum(0) if entropy else None
         # Not by save_for_backward, because the backward pass overwrites and frees them.
-        ctx.logits_TV = logits_tV if any(ctx.needs_input_grad) and len(hidden_TH) <= chunk else None
+        ctx.kept = kept
         ctx.save_for_backward(hidden_TH, weight_VH, lse_T, entropy_T, at_TK, here_TK)
         ctx.settings = head, temperature, chunk
         ctx.set_materialize_grads(False)  # The gradient of an unused output is None.
@@ -126,11 +131,12 @@ class _LogProbs(torch.autograd.Function):
         hidden_TH, weight_VH, lse_T, entropy_T, at_TK, here_TK = ctx.saved_tensors
         head, temperature, chunk = ctx.settings
         grad_TK = torch.zeros_like(at_TK, dtype=lse_T.dtype) if grad_TK is None else grad_TK
-        kept_TV, ctx.logits_TV = ctx.logits_TV, None
+        kept = ctx.kept[::-1]
+        ctx.kept = []
         grad_hidden_TH = torch.empty_like(hidden_TH)
         summing = _summing(head.weight_VH) if ctx.needs_input_grad[1] else None
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
-            grad_tV = head.product(hidden_TH[tokens]) if kept_TV is None else kept_TV
+            grad_tV = kept.pop() if kept else head.product(hidden_TH[tokens])
             labels = at_TK[tokens], here_TK[tokens]
             of_entropy = None
             if grad_entropy_T is not None:
@@ -165,6 +171,8 @@ def _statistics(
     logits_tV: Tensor, at_tK: Tensor, head: Head, temperature: float, entropy: bool
 ) -> list[Tensor]:
     """Return, per slice, each token's log-sum-exp, its labels' logits and, if wanted, its mean logit."""
+    if (chains := chains_of(logits_tV)) is not None:
+        return [chains.logit_statistics(logits_tV, at_tK, head, temperature, entropy)]
     by_slice = []
     for rows in _slices(logits_tV):
         x_sV = head.to_logits(logits_tV[rows], temperature=temperature)
@@ -195,6 +203,9 @@ def _to_gradient(
     With p = softmax, it is the sum over labels of the gradient of the log-prob times (one-hot - p) and, if
     `of_entropy` holds the entropy H and the gradient of H, that gradient times -p (log p + H).
     """
+    if (chains := chains_of(logits_tV)) is not None:
+        chains.logit_gradient(logits_tV, grad_tK, lse_t, labels, of_entropy, head, temperature)
+        return
     at_tK, here_tK = labels
     grad_t = grad_tK.sum(1)
     for rows in _slices(logits_tV):

@@ -263,6 +263,14 @@ class CallPieces:
         """Return how many of `numel` logits exist at a time."""
         return min(numel, max(self.widths.vocabulary, chunk_sizes.chunk_numel(is_cuda=self.fused)))
 
+    def kept_logits(self, numel: float) -> float:
+        """Return how many of `numel` logits exist at a time in training: a group with more than a chunk keeps
+        those of several chunks for the backward pass."""
+        work = self.workload
+        group = work.group_size * max(work.max_new_tokens, work.response_tokens) * self.widths.vocabulary
+        most = (chunk_sizes.KEPT_CHUNKS + 1) * chunk_sizes.chunk_numel(is_cuda=self.fused)
+        return max(self.logits_at_once(numel), min(numel, group, most))
+
     @property
     def logit_itemsize(self) -> int:
         """Bytes of a product of the head."""
@@ -282,14 +290,13 @@ class CallPieces:
         gradient = 3 * chunk_sizes.WIDENED_TOKENS_NUMEL * parts if self.fused else 0
         return self.role.wide_itemsize * (states + weight + gradient)
 
-    def logits_bytes(self, numel: float, *, copies: float) -> float:
-        """Return the bytes of a chunk of logits, and of `copies` copies in w of one slice of it.
+    def logits_bytes(self, chunk: float, *, copies: float) -> float:
+        """Return the bytes of so many logits, and of `copies` copies in w of one slice of them.
 
         Logits of another dtype are also copied to w, and the previous slice is freed only after the next is
         there.
         """
         limit = chunk_sizes.slice_numel(is_cuda=self.fused)
-        chunk = self.logits_at_once(numel)
         e = self.logit_itemsize
         w = self.role.wide_itemsize
         copies += (1 + (chunk > limit)) * (e < w)
@@ -413,9 +420,9 @@ class ForwardMoments:
             states = pieces.hidden_bytes(tokens + response_tokens)
             numel = response_tokens * pieces.widths.vocabulary
             widened = pieces.widened_head_bytes(response_tokens, backward=False)
-            chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
+            chunk = pieces.logits_at_once(numel)
             copies = _TOP_COPIES if pieces.workload.top_k else 0
-            logits = max(pieces.logits_bytes(numel, copies=copies), chunk + widened)
+            logits = max(pieces.logits_bytes(chunk, copies=copies), pieces.logit_itemsize * chunk + widened)
             moments.append(base._replace(activations=states, logits=logits))
             if pieces.workload.top_k:  # Columns of micro-batches, joined, and in the order of samples.
                 moments.append(pieces.inputs(top_copies=3))
@@ -659,8 +666,9 @@ class TrainMoments:
         vocabulary = pieces.widths.vocabulary
         numel = response_tokens * vocabulary
         states = pieces.hidden_bytes(response_tokens)  # The gradient of the head's input.
-        logits = pieces.logits_bytes(numel, copies=int(pieces.workload.entropy))
-        chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
+        kept = pieces.kept_logits(numel)
+        logits = pieces.logits_bytes(kept, copies=int(pieces.workload.entropy))
+        chunk = pieces.logit_itemsize * kept
         tokens_at_once = pieces.logits_at_once(numel) / max(1, vocabulary)
         weight_gradient = pieces.weight_gradient(pieces.widths.hidden, vocabulary, tokens_at_once)
         widened = pieces.widened_head_bytes(response_tokens, backward=True)

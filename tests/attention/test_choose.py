@@ -110,6 +110,16 @@ def test_other_devices_and_wide_dtypes(device, dtype):
         assert isinstance(choose(torch.device(device), shape), DenseAttention)
 
 
+def test_float32_attends_to_pages_by_our_kernel_on_a_gpu():
+    """The pages need not be gathered, and decoding passes are recorded."""
+    shape = AttentionShape(SOFTCAP, 64, 64, torch.float32)
+    assert isinstance(choose_packed(NEW, shape), DenseAttention)
+    for installed in (FLASH, NEW, OLD):
+        assert choose_paged(installed, shape).name == TRITON and choose_paged(installed, shape).in_graph
+    for installed in (BARE, Installed(None, varlen_pages=True, triton=True, capability=(7, 5))):
+        assert isinstance(choose_paged(installed, shape), DenseAttention)
+
+
 def test_the_choice_is_printed_once(capsys):
     device = torch.device("cuda", 0)
     shape = AttentionShape(AttentionKind(0.125, window=77), 64, 64, BF16)

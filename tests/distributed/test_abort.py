@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
+from realhf.distributed import failures
 from realhf.distributed.communicators import NCCL_SETTINGS, Communicators, set_nccl_environment
 from realhf.distributed.failures import FailureBoard, Heartbeat, silence_over_nccl
 from realhf.distributed.group import Group, PeerError
@@ -139,3 +141,52 @@ def test_nccl_leaves_the_decision_to_the_watcher_unless_the_user_has_chosen(monk
 def test_the_silence_of_a_dead_rank_over_nccl_follows_the_timeout():
     timeouts = (10, 30, 31, 600, 601, 3600)
     assert [silence_over_nccl(timeout) for timeout in timeouts] == [10, 30, 30, 30, pytest.approx(30.05), 180]
+
+
+@pytest.mark.parametrize("error", [ValueError("strange"), RuntimeError("changed size"), OSError("no")])
+def test_a_heartbeat_survives_any_error_and_says_so_once(capsys, error):
+    process = WatchedProcess("step 7/9")
+    num_calls = []
+
+    def unfinished():
+        num_calls.append(None)
+        if 1 < len(num_calls) < 5:
+            raise error
+        return []
+
+    process.unfinished = unfinished
+    store = dist.HashStore()
+    board = FailureBoard(store, rank=0, size=1, host=0)
+    heartbeat = Heartbeat(store, board, process, rank=0, size=1, timeout_seconds=60, silence_seconds=0.4)
+    heartbeat.start()
+    deadline = time.monotonic() + 10
+    while len(num_calls) < 8 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    heartbeat.stop()
+    assert len(num_calls) >= 8
+    said = capsys.readouterr().err
+    sentence = f"rank 0's heartbeat met an error and goes on ({type(error).__name__}: {error})"
+    assert said.count(sentence) == 1
+
+
+def test_a_heartbeat_without_its_store_ends_the_process(monkeypatch, capsys):
+    class LostStore(Exception):
+        pass
+
+    def leave(code):
+        raise LostStore(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(failures, "_GRACE_SECONDS", 0.05)
+    store = dist.HashStore()
+    board = FailureBoard(store, rank=0, size=1, host=0)
+    heartbeat = Heartbeat(
+        store, board, WatchedProcess("step 7/9"), rank=0, size=1, timeout_seconds=60, silence_seconds=0.4)
+
+    def lost(*_):
+        raise RuntimeError("Connection reset by peer")
+
+    heartbeat._store = SimpleNamespace(set=lost, check=lost)
+    with pytest.raises(LostStore):
+        heartbeat._run()
+    assert "it lost the store that all ranks of the run share" in capsys.readouterr().err

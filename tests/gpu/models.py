@@ -87,12 +87,13 @@ def their_pass(directory: Path, scratch: Path, *, device: torch.device, dtype: s
 
 def engine_of(
     directory: Path, *, device: torch.device, dtype: str, optimizer: OptimizerConfig | None = None,
-    lora: LoraConfig | None = None, float32_head: bool = False,
+    lora: LoraConfig | None = None, float32_head: bool = False, world: World | None = None,
+    layout: str = "d1@0",
 ) -> NativeEngine:
-    spec, world = model_spec(ModelConfig.load(str(directory))), World(device=device)
+    spec = model_spec(ModelConfig.load(str(directory)))
     engine = NativeEngine(
-        spec, Layout.parse("d1@0"), world, dtype=dtype, optimizer=optimizer, lora=lora,
-        float32_head=float32_head)
+        spec, Layout.parse(layout), world or World(device=device), dtype=dtype, optimizer=optimizer,
+        lora=lora, float32_head=float32_head)
     engine.load(directory, seed=0)
     return engine
 

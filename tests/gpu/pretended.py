@@ -7,6 +7,7 @@ Tensors are told apart by their memory. Only this thread sees the device, its ba
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,10 +24,14 @@ from realhf.attention.flex import FlexAttention
 from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
 from realhf.attention.triton_paged import TritonAttention
+from realhf.calls import SamplingConfig
 from realhf.distributed.group import Group
 from realhf.distributed.world import World
-from realhf.inference import page_pool
+from realhf.inference import page_pool, sampling
+from realhf.nn.fused import TritonChains
+from realhf.nn.vocab_parallel import Head
 from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
+from tests.nn import chains
 
 _run_backward = torch.autograd._engine_run_backward
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -43,6 +48,9 @@ def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
     kernels = patch.object(varlen, "varlen_attn", RECORDER.kernel(_varlen_attn))
     ours = patch.object(TritonAttention, "paged", RECORDER.kernel(ReferenceAttention.paged))
+    fused = patch.multiple(
+        TritonChains, **{name: RECORDER.kernel(chain) for name, chain in chains.BY_TORCH.items()})
+    drawing = patch.object(sampling, "draw_by_kernels", _draw)
     compiled = patch.object(FlexAttention, "packed", RECORDER.kernel(DenseAttention.packed))
     graphs = patch.object(page_pool, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
@@ -57,7 +65,8 @@ def pretended_device() -> Iterator[torch.device]:
     called = _Called(_MARKS)
     backward = patch.object(torch.autograd, "_engine_run_backward", called.seen_by(_run_backward))
     with (
-        kernels, ours, compiled, graphs, memory, streams, backward, _Dispatched(_MARKS), called,
+        kernels, ours, fused, drawing, compiled, graphs, memory, streams, backward, _Dispatched(_MARKS),
+        called,
     ):
         yield CUDA
 
@@ -143,6 +152,20 @@ def _varlen_attn(
         outs.append(torch.einsum("nts,snd->tnd", scores.softmax(-1).to(v.dtype), v))
         lses.append(scores.logsumexp(-1))
     return (torch.cat(outs), torch.cat(lses, 1)) if return_aux is not None else torch.cat(outs)
+
+
+def _draw(
+    product_BV: torch.Tensor, uniform_B: torch.Tensor,
+    *, config: SamplingConfig, scale: float, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels of sampling compute, and as many launches."""
+    filters = config.temperature != 0 and (config.top_k > 0 or config.top_p < 1 or config.min_p > 0)
+    RECORDER.add(launches=2 + filters)
+    group: Any = SimpleNamespace(size=1, index=0)
+    head = Head(product_BV[:0], 0, group, scale=scale, softcap=softcap)
+    with RECORDER.paused():
+        logits_BV = head.to_logits(product_BV, temperature=1.0)
+        return sampling.sample(logits_BV, uniform_B, config=config, vocab_start=0, group=group)
 
 
 def _mm_to_dtype(x_TI: torch.Tensor, y_IO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ import transformers
 
 from realhf.calls import SamplingConfig
 from realhf.distributed.world import World
-from realhf.inference.sampling import Draws, philox_4x32, sample, uniform
+from realhf.inference.sampling import Draws, nucleus_threshold, philox_4x32, sample, uniform
 
 # Random123, examples/kat_vectors, lines "philox4x32 10": counter, key, result.
 KNOWN_ANSWERS = [
@@ -179,3 +179,65 @@ def test_a_split_vocabulary_draws_the_same_tokens(pool, cuts):
         for (tokens, logprobs), (whole_tokens, whole_logprobs) in zip(result, expected, strict=True):
             assert torch.equal(tokens, whole_tokens)
             torch.testing.assert_close(logprobs, whole_logprobs, rtol=1e-12, atol=1e-12)
+
+
+def _rows_to_filter(seed, num):
+    """Return random rows of logits, many of them with ties, equal masses, infinities or extreme values."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num, 211, generator=generator) * torch.logspace(-2, 2, num)[:, None]
+    kinds = torch.arange(num) % 10
+    rows[kinds == 1] = rows[kinds == 1].round()  # Ties.
+    rows[kinds == 2] = 0.0  # All are equal,
+    rows[kinds == 2, ::2] = -0.0  # and equal zeros have different bits.
+    rows[kinds == 3] = rows[kinds == 3].masked_fill(rows[kinds == 3] < 0.5, -torch.inf)
+    rows[kinds == 3, 5] = 0.0
+    rows[kinds == 4, 1:] = -torch.inf
+    powers = -torch.arange(211) * math.log(2)  # Each has as much as all smaller ones.
+    rows[kinds == 5] = powers.clamp(min=-30)[torch.randperm(211, generator=generator)]
+    rows[kinds == 6] += 3e4
+    rows[kinds == 7] = rows[kinds == 7].clamp(max=0)
+    rows[kinds == 8] = rows[kinds == 8].bfloat16().float()
+    return rows
+
+
+def _nucleus_by_sort(logits_BV, top_p):
+    ranked_BV = logits_BV.double().sort(-1, descending=True).values
+    probs_BV = ranked_BV.softmax(-1)
+    before_BV = probs_BV.cumsum(-1) - probs_BV
+    return ranked_BV.masked_fill(before_BV >= top_p, torch.inf).amin(-1), before_BV, ranked_BV
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_nucleus_is_that_of_a_sort(dtype):
+    """Except where the masses of the sort, which are rounded too, are within 1e-7 of the limit."""
+    rows_BV = _rows_to_filter(5, 2000).to(dtype)
+    num_equal = 0
+    for top_p in (0.9, 0.1, 0.31, 0.5, 0.999, 1e-6):
+        found_B = nucleus_threshold(rows_BV, top_p).double()
+        wanted_B, before_BV, ranked_BV = _nucleus_by_sort(rows_BV, top_p)
+        equal_B = found_B == wanted_B
+        doubtful_B = ((before_BV - top_p).abs() < 1e-7).any(-1)
+        assert (equal_B | doubtful_B).all(), top_p
+        num_equal += int(equal_B.sum())
+        # Ranges and the order of tokens do not matter.
+        permuted_BV = rows_BV[:, torch.randperm(211, generator=torch.Generator().manual_seed(1))]
+        padded_BV = torch.nn.functional.pad(permuted_BV, (0, 45), value=-torch.inf)
+        assert torch.equal(nucleus_threshold(padded_BV, top_p).double(), found_B)
+    assert num_equal > 0.95 * 6 * 2000
+
+
+def test_a_nucleus_at_its_limit_leaves_the_next_token_out():
+    """Two of four equal halves make exactly half of the mass; equal logits stay together."""
+    logits = torch.tensor([[2.0, 1.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 3.0, 3.0, 3.0]])
+    assert nucleus_threshold(logits.log(), 0.4).exp().tolist() == pytest.approx([2.0, 1.0, 3.0])
+    assert nucleus_threshold(logits[:1].log(), 0.8).exp().tolist() == pytest.approx([2.0])
+    assert nucleus_threshold(logits[:1].log(), 0.81).exp().tolist() == pytest.approx([1.0])
+
+
+def test_logits_that_are_not_numbers_give_some_token():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    logits[0] = torch.nan
+    logits[1, 7] = torch.inf
+    logits[2] = -torch.inf
+    tokens, logprobs = _sample(logits, torch.full((4,), 0.5).double(), top_p=0.7, top_k=20)
+    assert ((tokens >= 0) & (tokens < 300)).all() and logprobs[:3].isnan().all() and not logprobs[3].isnan()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from realhf.devices.chunk_sizes import KEPT_CHUNKS
 from realhf.distributed.world import World
 from realhf.layout import even_split
 from realhf.nn.linear import Weight
@@ -145,7 +146,7 @@ def test_a_weight_that_collects_its_gradients():
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_no_more_logits_than_a_chunk(trained):
+def test_no_more_logits_than_some_chunks(trained):
     hidden, weight = torch.randn(600, 16), torch.randn(4000, 16).requires_grad_(trained)
     labels, head = torch.randint(4000, (600,)), Head(weight, 0, World().group((0,)))
     hidden.requires_grad_(trained)
@@ -154,7 +155,8 @@ def test_no_more_logits_than_a_chunk(trained):
         if trained:
             logprobs.sum().backward()
     chunk, slices = 50 * 4000 * 4, 4 * (1 << 18) * 4
-    assert storages.peak < chunk + slices + 3 * weight.nbytes < 600 * 4000 * 4
+    held = (KEPT_CHUNKS + 1 if trained else 1) * chunk
+    assert storages.peak < held + slices + 3 * weight.nbytes < 600 * 4000 * 4
 
 
 def test_many_slices_give_the_same():

@@ -103,18 +103,20 @@ def test_a_call_begins_when_its_weights_have_come(monkeypatch):
     posted.asked_at = 10.0
     moved = FinishedReallocation(action, ReallocStats(3, 4, 1.0), 7.0, posted.ended, posted.arrived)
     arrivals.add([moved, moved])  # Both arrive at the same time.
-    event = {"start": 10.05, "waited": 0.5}
+    event = {"start": 10.05, "end": 11.0, "waited": 0.5}
     arrivals.delay(event)
-    assert event == {"start": pytest.approx(10.2), "waited": pytest.approx(0.65)}
-    arrivals.delay(later := {"start": 20.0, "waited": 0.0})
-    assert later == {"start": 20.0, "waited": 0.0}
+    arrivals.delay(later := {"start": 20.0, "end": 21.0, "waited": 0.0})
+    arrivals.settle()
+    assert event == {"start": pytest.approx(10.2), "end": 11.0, "waited": pytest.approx(0.65)}
+    assert later == {"start": 20.0, "end": 21.0, "waited": 0.0}
     told, _ = arrivals.take_events(rank=1)
     assert (told["rank"], told["kind"], told["start"], told["sent_bytes"]) == (1, "realloc", 7.0, 3)
     assert told["end"] == posted.ended()
     arrivals.take_events(rank=1)
     arrivals.add([moved])
-    arrivals.delay(late := {"start": 30.0, "waited": 0.0})  # It waited for samples meanwhile.
-    assert late == {"start": 30.0, "waited": 0.0}
+    arrivals.delay(late := {"start": 30.0, "end": 31.0, "waited": 0.0})  # It waited for samples meanwhile.
+    arrivals.settle()
+    assert late == {"start": 30.0, "end": 31.0, "waited": 0.0}
 
 
 def test_on_a_cpu_a_task_has_ended_when_it_is_posted():

@@ -168,8 +168,13 @@ class Executor:
         self._is_last = is_last
 
     def take_record(self) -> StepRecord:
-        """Return the record of the calls and reallocations since the last call of this method."""
+        """Return the record of the calls and reallocations since the last call of this method.
+
+        The host waits here until the device has ended them, and not at every call.
+        """
         record = self._record
+        record.settle()
+        self._arrivals.settle()
         record.events += self._arrivals.take_events(self._world.rank)
         self._record = StepRecord()
         return record

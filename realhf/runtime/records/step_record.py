@@ -84,9 +84,16 @@ class StepRecord:
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     """This rank's descriptions of logged samples (see RolloutCollector)."""
 
+    def __post_init__(self) -> None:
+        self._marks: list[tuple[Event, Any]] = []
+        """Events whose work a GPU may not have ended, and CUDA events behind that work."""
+
     @contextmanager
     def timed(self, **about: Unpack[EventOf]) -> Iterator[Event]:
-        """Add an event with its start, its end and the CPU seconds of this process in between."""
+        """Add an event with its start, its end and the CPU seconds of this process in between.
+
+        They are the times of the host, which runs ahead of a GPU, until `settle`.
+        """
         from torch import cuda  # Pictures of a run need its events, and no torch.
 
         now = time.time()
@@ -94,10 +101,32 @@ class StepRecord:
         event: Event = {**about, "start": now, "end": now}
         yield event
         if cuda.is_available():
-            cuda.current_stream().synchronize()  # Reallocations have their own stream.
+            mark = cuda.Event(enable_timing=True)
+            mark.record()  # In the stream of calls; reallocations have their own.
+            self._marks.append((event, mark))
         event["cpu_seconds"] = time.process_time() - cpu_start
         event["end"] = time.time()
         self.events.append(event)
+
+    def settle(self) -> None:
+        """Wait until a GPU has ended all work, and set the events to the times at which it ran it.
+
+        Work begins when that before it has ended, and not before the host has asked for it.
+        """
+        if not self._marks:
+            return
+        from torch import cuda
+
+        last = cuda.Event(enable_timing=True)
+        last.record()
+        last.synchronize()
+        now = time.time()
+        before = 0.0
+        for event, mark in self._marks:
+            event["end"] = max(event["end"], now - mark.elapsed_time(last) / 1000)
+            event["start"] = min(max(event["start"], before), event["end"])
+            before = event["end"]
+        self._marks = []
 
 
 def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:

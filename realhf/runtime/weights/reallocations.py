@@ -219,6 +219,8 @@ class Arrivals:
     def __init__(self) -> None:
         self._unrecorded: list[FinishedReallocation] = []
         self._new: list[FinishedReallocation] = []
+        self._waiting: list[tuple[Event, list[FinishedReallocation]]] = []
+        """Events of calls, and the reallocations for which they waited."""
 
     def add(self, finished: Sequence[FinishedReallocation]) -> None:
         """Add reallocations for which the next call waits."""
@@ -226,12 +228,20 @@ class Arrivals:
         self._new += finished
 
     def delay(self, event: Event) -> None:
-        """Let the event of a call that has ended begin when the device had the weights."""
-        arrived = max((reallocation.arrived() for reallocation in self._new), default=0.0)
-        seconds = max(0.0, arrived - event["start"])
+        """Let the event of a call that has ended begin when the device had the weights; `settle` then reads
+        when that was."""
+        if self._new:
+            self._waiting.append((event, self._new))
         self._new = []
-        event["start"] += seconds
-        event["waited"] += seconds
+
+    def settle(self) -> None:
+        """Correct the events of the calls so far; the host waits until their weights have arrived."""
+        for event, reallocations in self._waiting:
+            arrived = max(reallocation.arrived() for reallocation in reallocations)
+            seconds = max(0.0, min(arrived, event["end"]) - event["start"])
+            event["start"] += seconds
+            event["waited"] += seconds
+        self._waiting = []
 
     def take_events(self, rank: int) -> list[Event]:
         """Return the events of what has been added since the last call of this method."""

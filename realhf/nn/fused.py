@@ -1,0 +1,187 @@
+"""Chains of element-wise work as single kernels on a GPU.
+
+torch launches a kernel for every operation, and a decoding step has so little to compute that it takes as
+long as its launches. Between two products of a layer there is then one kernel each: the sum with its norm;
+the rotation of queries and keys with the write to the cache; the gated activation. In training the kernels of
+activations and logits read and write memory once, where torch's operations do so many times. Everywhere else,
+torch's operations do the same, and the kernels are compared with them (tests/nn/test_fused.py).
+
+Shape suffixes: T tokens, H hidden, F width of an MLP, V this rank's vocabulary; K labels of a token.
+"""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from realhf.attention.choose import refuses_chains
+
+if TYPE_CHECKING:
+    from realhf.nn.norm import Norm
+    from realhf.nn.vocab_parallel import Head
+
+_GATED_BLOCK = 1024  # Elements of a row that a program activates.
+_VOCABULARY_BLOCK = 4096  # Logits that a program reads at a time.
+_NUMEL_PER_WARP = 512  # Elements of a row that a warp normalises.
+_MOST_WARPS = 16
+
+
+class CachePlace(NamedTuple):
+    """Where a pass writes the keys and values of its tokens: one or two tensors of a layer, of shape (tokens
+    in the cache, heads, dim), and the cache positions of the tokens."""
+
+    memory: Tensor
+    positions_T: Tensor
+
+    def write(self, *news: Tensor) -> None:
+        for cached, new in zip(self.memory, news, strict=True):
+            cached.index_copy_(0, self.positions_T, new)
+
+
+class TritonChains:
+    """Our own kernels. Their arguments must be contiguous, without gradients."""
+
+    def add_norm(
+        self, x_TH: Tensor, y_TH: Tensor | None, *, scale: float, out_norm: "Norm | None", norm: "Norm | None"
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + scale out_norm(y), which is x without `y_TH`, and the norm of that."""
+        from realhf.nn import fused_kernels as kernels
+
+        size = x_TH.shape[1]
+        kind, out_kind = _kind(norm), _kind(out_norm)
+        if y_TH is None and not kind:
+            return x_TH, x_TH
+        total_TH = x_TH if y_TH is None else torch.empty_like(x_TH)
+        normed_TH = torch.empty_like(x_TH) if kind else total_TH
+        weights = (*_weights(out_norm, x_TH), *_weights(norm, x_TH))
+        numbers = (*_numbers(out_norm), *_numbers(norm))
+        kernels.add_norm[(len(x_TH),)](
+            x_TH, x_TH if y_TH is None else y_TH, total_TH, normed_TH, *weights, float(scale), *numbers, size,
+            HAS_Y=y_TH is not None, OUT_NORM=out_kind, NORM=kind, BLOCK_H=_power_of_two(size),
+            num_warps=min(_power_of_two(size // _NUMEL_PER_WARP), _MOST_WARPS))
+        return total_TH, normed_TH
+
+    def rotate_and_store(
+        self, qkv: Tensor, *, num_kv_heads: int, angles: tuple[Tensor, Tensor] | None, interleaved: bool,
+        norms: "tuple[Norm, Norm] | None", place: CachePlace | None,
+    ) -> Tensor:
+        """Return `qkv` (tokens, heads of queries, keys and values, dim) with queries and keys normalised per
+        head and rotated, after keys and values have been written to the cache."""
+        from realhf.nn import fused_kernels as kernels
+
+        num_heads, dim = qkv.shape[1:]
+        out = torch.empty_like(qkv)
+        cos, sin = (qkv, qkv) if angles is None else angles
+        q_weight, k_weight = (qkv, qkv) if norms is None else (norm.weight for norm in norms)
+        memory = (qkv, qkv) if place is None else tuple(place.memory)
+        kernels.rotate_and_store[(len(qkv), num_heads)](
+            qkv, out, cos, sin, q_weight, k_weight, *memory, qkv if place is None else place.positions_T,
+            *_numbers(norms and norms[0]),
+            num_heads - 2 * num_kv_heads, num_kv_heads, qkv.stride(0), *(x.stride(0) for x in memory),
+            DIM=dim, ROTATED=0 if angles is None else 2 * cos.shape[-1], INTERLEAVED=interleaved,
+            HAS_NORM=norms is not None, STORES=place is not None, BLOCK_D=_power_of_two(dim), num_warps=1)
+        return out
+
+    def angles(
+        self, position_T: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of positions times frequencies: factor * cos, (T, 1, frequencies)."""
+        from realhf.nn import fused_kernels as kernels
+
+        shape = (len(position_T), 1, len(frequencies))
+        cos, sin = (torch.empty(shape, dtype=dtype, device=position_T.device) for _ in range(2))
+        kernels.angles[(len(position_T),)](
+            position_T, frequencies, float(factor), cos, sin, HALF=len(frequencies),
+            BLOCK=_power_of_two(len(frequencies)), num_warps=1)
+        return cos, sin
+
+    def gated(self, up_TF: Tensor, activation: str) -> Tensor:
+        """Return activation(gate) * up, of a tensor that has the gate in its first half."""
+        from realhf.nn import fused_kernels as kernels
+
+        width = up_TF.shape[1] // 2
+        out_TF = up_TF.new_empty(len(up_TF), width)
+        kernels.gated[(len(up_TF), -(-width // _GATED_BLOCK))](
+            up_TF, out_TF, width, ACTIVATION=activation, BLOCK_F=_GATED_BLOCK)
+        return out_TF
+
+    def gated_backward(self, grad_TF: Tensor, up_TF: Tensor, activation: str) -> Tensor:
+        """Return the gradient of `up_TF`; the output of `gated` is written over `grad_TF`."""
+        from realhf.nn import fused_kernels as kernels
+
+        width = grad_TF.shape[1]
+        out_TF = torch.empty_like(up_TF)
+        kernels.gated_backward[(len(up_TF), -(-width // _GATED_BLOCK))](
+            grad_TF, up_TF, out_TF, width, ACTIVATION=activation, BLOCK_F=_GATED_BLOCK)
+        return out_TF
+
+
+    def logit_statistics(
+        self, product_TV: Tensor, at_TK: Tensor, head: "Head", temperature: float, entropy: bool
+    ) -> Tensor:
+        """Return each token's log-sum-exp, its labels' logits and, if wanted, its mean logit."""
+        from realhf.nn import fused_kernels as kernels
+
+        num_tokens, num_labels = at_TK.shape
+        statistics = product_TV.new_empty(num_tokens, 1 + num_labels + entropy, dtype=torch.float32)
+        kernels.logit_statistics[(num_tokens,)](
+            product_TV, at_TK.contiguous(), statistics, *_of_logits(head, temperature), product_TV.shape[1],
+            num_labels, HAS_SOFTCAP=head.softcap is not None, ENTROPY=entropy, BLOCK_V=_VOCABULARY_BLOCK,
+            num_warps=8)
+        return statistics
+
+    def logit_gradient(
+        self, product_TV: Tensor, grad_TK: Tensor, lse_T: Tensor, labels: tuple[Tensor, Tensor],
+        of_entropy: tuple[Tensor, Tensor] | None, head: "Head", temperature: float,
+    ) -> None:
+        """Turn the product of the head in place into its gradient; see `vocab_parallel._to_gradient`."""
+        from realhf.nn import fused_kernels as kernels
+
+        at_TK, here_TK = labels
+        num_tokens, size = product_TV.shape
+        grad_T = grad_TK.sum(1)
+        entropy_T, entropy_grad_T = (grad_T, grad_T) if of_entropy is None else of_entropy
+        kernels.logit_gradient[(num_tokens, -(-size // _VOCABULARY_BLOCK))](
+            product_TV, at_TK.contiguous(), (grad_TK * here_TK).contiguous(), grad_T, lse_T.contiguous(),
+            entropy_T.contiguous(), entropy_grad_T.contiguous(), *_of_logits(head, temperature), size,
+            at_TK.shape[1], HAS_SOFTCAP=head.softcap is not None, ENTROPY=of_entropy is not None,
+            BLOCK_V=_VOCABULARY_BLOCK, num_warps=8)
+
+
+def chains_of(x: Tensor, dtype: torch.dtype | None = None) -> TritonChains | None:
+    """Return the kernels for the tensor's device and a dtype (default: its own); None: torch's operations
+    compute the chains, as for no tokens."""
+    if not x.is_cuda or not len(x):
+        return None
+    return _chosen(x.device, x.dtype if dtype is None else dtype)
+
+
+@lru_cache
+def _chosen(device: torch.device, dtype: torch.dtype) -> TritonChains | None:
+    return None if refuses_chains(device, dtype) else TritonChains()
+
+
+def _of_logits(head: "Head", temperature: float) -> tuple[float, float, float]:
+    return float(head.scale), float(head.softcap or 1.0), float(temperature)
+
+
+def _kind(norm: "Norm | None") -> int:
+    if norm is None or norm.weight is None:
+        return 0
+    return 1 if norm.bias is None else 2
+
+
+def _weights(norm: "Norm | None", other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight and bias; any tensor stands for those that the norm does not have."""
+    if norm is None or norm.weight is None:
+        return other, other
+    return norm.weight, norm.weight if norm.bias is None else norm.bias
+
+
+def _numbers(norm: "Norm | None") -> tuple[float, float]:
+    return (0.0, 0.0) if norm is None else (float(norm.eps), float(norm.offset))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,256 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton compiles these functions from their source; their arguments have no types of Python.)
+"""The Triton kernels of TritonChains, which imports this module when it is first used.
+
+Capital letters are fixed when a kernel is compiled. All compute in float32 and round once. Suffixes: H hidden
+dims; D dims of a head; F width of an MLP.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(
+    x, y, total, normed, out_weight, out_bias, weight, bias, scale, out_eps, out_offset, eps, offset, H,
+    HAS_Y: tl.constexpr, OUT_NORM: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr,
+):
+    """Write x + scale norm(y), and the norm of that, for one token (grid: tokens). All rows are contiguous.
+
+    `OUT_NORM` and `NORM` are 0 without such a norm, 1 for RMSNorm and 2 for LayerNorm.
+    """
+    start = tl.program_id(0).to(tl.int64) * H
+    h = tl.arange(0, BLOCK_H)
+    inside_H = h < H
+    total_H = tl.load(x + start + h, mask=inside_H, other=0.0).to(tl.float32)
+    if HAS_Y:
+        y_H = tl.load(y + start + h, mask=inside_H, other=0.0).to(tl.float32)
+        if OUT_NORM > 0:
+            y_H = _normed(y_H, out_weight, out_bias, out_eps, out_offset, h, H, OUT_NORM)
+            y_H = y_H.to(y.dtype.element_ty).to(tl.float32)
+        total_H += scale * y_H
+        tl.store(total + start + h, total_H.to(total.dtype.element_ty), mask=inside_H)
+        total_H = total_H.to(total.dtype.element_ty).to(tl.float32)
+    if NORM > 0:
+        normed_H = _normed(total_H, weight, bias, eps, offset, h, H, NORM)
+        tl.store(normed + start + h, normed_H.to(normed.dtype.element_ty), mask=inside_H)
+
+
+@triton.jit
+def _normed(x_H, weight, bias, eps, offset, h, H, NORM: tl.constexpr):
+    """Return RMSNorm or LayerNorm of a row, which is 0 beyond its H dims."""
+    inside_H = h < H
+    weight_H = tl.load(weight + h, mask=inside_H, other=0.0).to(tl.float32)
+    if NORM == 2:
+        x_H = tl.where(inside_H, x_H - tl.sum(x_H, 0) / H, 0.0)
+    x_H = x_H / tl.sqrt(tl.sum(x_H * x_H, 0) / H + eps) * (weight_H + offset)
+    if NORM == 2:
+        x_H += tl.load(bias + h, mask=inside_H, other=0.0).to(tl.float32)
+    return x_H
+
+
+@triton.jit
+def rotate_and_store(
+    qkv, out, cos, sin, q_weight, k_weight, keys, values, positions, eps, offset, num_q, num_k,
+    qkv_token, keys_token, values_token,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
+    STORES: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Normalise and rotate one head of one token, and write it to the cache (grid: tokens, heads).
+
+    The heads are `num_q` of queries, then `num_k` of keys and of values each. `ROTATED` dims are rotated, the
+    cosines and sines of which are (tokens, ROTATED / 2).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    is_value = head >= num_q + num_k
+    d = tl.arange(0, BLOCK_D)
+    inside_D = d < DIM
+    at = qkv + token * qkv_token + head * DIM
+    x_D = tl.load(at + d, mask=inside_D, other=0.0)
+    if not is_value:
+        scale = 1.0
+        weight = q_weight
+        if HAS_NORM:
+            wide_D = x_D.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(wide_D * wide_D, 0) / DIM + eps)
+            if head >= num_q:
+                weight = k_weight
+            x_D = _scaled(x_D, weight, scale, offset, d, inside_D)
+        if ROTATED > 0:
+            half: tl.constexpr = ROTATED // 2
+            is_rotated_D = d < ROTATED
+            if INTERLEAVED:
+                angle_D = d // 2
+                partner_D = d ^ 1
+                is_first_D = d % 2 == 0
+            else:
+                angle_D = d % half
+                is_first_D = d < half
+                partner_D = tl.where(is_first_D, d + half, d - half)
+            y_D = tl.load(at + partner_D, mask=is_rotated_D, other=0.0)
+            if HAS_NORM:
+                y_D = _scaled(y_D, weight, scale, offset, partner_D, is_rotated_D)
+            cos_D = tl.load(cos + token * half + angle_D, mask=is_rotated_D, other=1.0).to(tl.float32)
+            sin_D = tl.load(sin + token * half + angle_D, mask=is_rotated_D, other=0.0).to(tl.float32)
+            sin_D = tl.where(is_first_D, -sin_D, sin_D)
+            turned_D = x_D.to(tl.float32) * cos_D + y_D.to(tl.float32) * sin_D
+            x_D = turned_D.to(qkv.dtype.element_ty)
+    tl.store(out + (token * (num_q + 2 * num_k) + head) * DIM + d, x_D, mask=inside_D)
+    if STORES and head >= num_q:
+        position = tl.load(positions + token).to(tl.int64)
+        if is_value:
+            place = values + position * values_token + (head - num_q - num_k) * DIM
+        else:
+            place = keys + position * keys_token + (head - num_q) * DIM
+        tl.store(place + d, x_D, mask=inside_D)
+
+
+@triton.jit
+def _scaled(x_D, weight, scale, offset, d, inside_D):
+    """Return the dims `d` of a head, normalised by RMSNorm and rounded."""
+    weight_D = tl.load(weight + d, mask=inside_D, other=0.0).to(tl.float32) + offset
+    return (x_D.to(tl.float32) * scale * weight_D).to(x_D.dtype)
+
+
+@triton.jit
+def angles(positions, frequencies, factor, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the cosines and sines of the angles of one token (grid: tokens)."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < HALF
+    position = tl.load(positions + token).to(tl.float32)
+    angle = position * tl.load(frequencies + i, mask=inside, other=0.0)
+    tl.store(cos + token * HALF + i, (tl.cos(angle) * factor).to(cos.dtype.element_ty), mask=inside)
+    tl.store(sin + token * HALF + i, (tl.sin(angle) * factor).to(sin.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(up, out, F, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Write activation(gate) times up (grid: tokens, blocks of F); a row of `up` has the gate first."""
+    token = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside_F = f < F
+    gate_F = tl.load(up + token * 2 * F + f, mask=inside_F, other=0.0).to(tl.float32)
+    up_F = tl.load(up + token * 2 * F + F + f, mask=inside_F, other=0.0).to(tl.float32)
+    out_F = _activated(gate_F, ACTIVATION) * up_F
+    tl.store(out + token * F + f, out_F.to(out.dtype.element_ty), mask=inside_F)
+
+
+@triton.jit
+def gated_backward(grad, up, grad_up, F, ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Write the gradient of `up`, and over `grad` the output of `gated` (grid: tokens, blocks of F)."""
+    token = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside_F = f < F
+    gate_F = tl.load(up + token * 2 * F + f, mask=inside_F, other=0.0).to(tl.float32)
+    up_F = tl.load(up + token * 2 * F + F + f, mask=inside_F, other=0.0).to(tl.float32)
+    grad_F = tl.load(grad + token * F + f, mask=inside_F, other=0.0).to(tl.float32)
+    activated_F = _activated(gate_F, ACTIVATION)
+    grad_gate_F = grad_F * up_F * _slope(gate_F, ACTIVATION)
+    tl.store(grad_up + token * 2 * F + f, grad_gate_F.to(grad_up.dtype.element_ty), mask=inside_F)
+    tl.store(
+        grad_up + token * 2 * F + F + f, (grad_F * activated_F).to(grad_up.dtype.element_ty), mask=inside_F)
+    tl.store(grad + token * F + f, (activated_F * up_F).to(grad.dtype.element_ty), mask=inside_F)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        y = tl.maximum(x, 0.0)
+    else:  # tanh(z) = 2 sigmoid(2 z) - 1
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return y
+
+
+@triton.jit
+def _slope(x, ACTIVATION: tl.constexpr):
+    """Return the derivative of the activation."""
+    if ACTIVATION == "silu":
+        sigmoid = tl.sigmoid(x)
+        y = sigmoid * (1 + x * (1 - sigmoid))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif ACTIVATION == "relu":
+        y = tl.where(x > 0, 1.0, 0.0)
+    else:
+        sigmoid = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = sigmoid + x * sigmoid * (1 - sigmoid) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    return y
+
+
+@triton.jit
+def logits_at(product, at, inside, scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
+    """Return logits at the temperature, in float32, and minus infinity beyond the vocabulary."""
+    x = tl.load(product + at, mask=inside, other=0.0).to(tl.float32) * scale
+    if HAS_SOFTCAP:  # tanh(z) = 2 sigmoid(2 z) - 1
+        x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
+    return tl.where(inside, x / temperature, float("-inf"))
+
+
+@triton.jit
+def logit_statistics(
+    product, labels, out, scale, softcap, temperature, V, num_labels,
+    HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """Write the log-sum-exp of a token's logits, the logits of its labels and, with `ENTROPY`, its mean logit
+    (grid: tokens). The vocabulary is read once, a block at a time."""
+    token = tl.program_id(0).to(tl.int64)
+    row = product + token * V
+    out += token * (1 + num_labels + ENTROPY)
+    most_V = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    sum_V = tl.zeros([BLOCK_V], tl.float32)
+    moment_V = tl.zeros([BLOCK_V], tl.float32)
+    for start in range(0, V, BLOCK_V):
+        at_V = start + tl.arange(0, BLOCK_V)
+        x_V = logits_at(row, at_V, at_V < V, scale, softcap, temperature, HAS_SOFTCAP)
+        new_V = tl.maximum(most_V, x_V)
+        finite_V = tl.where(new_V == float("-inf"), 0.0, new_V)
+        factor_V = tl.exp(most_V - finite_V)
+        weight_V = tl.exp(x_V - finite_V)
+        sum_V = sum_V * factor_V + weight_V
+        if ENTROPY:
+            moment_V = moment_V * factor_V + tl.where(weight_V > 0, weight_V * x_V, 0.0)
+        most_V = new_V
+    most = tl.max(most_V, 0)
+    factor_V = tl.exp(most_V - most)
+    total = tl.sum(sum_V * factor_V, 0)
+    tl.store(out, most + tl.log(total))
+    for k in range(num_labels):
+        at = tl.load(labels + token * num_labels + k)
+        tl.store(out + 1 + k, logits_at(row, at, at < V, scale, softcap, temperature, HAS_SOFTCAP))
+    if ENTROPY:
+        tl.store(out + 1 + num_labels, tl.sum(moment_V * factor_V, 0) / total)
+
+
+@triton.jit
+def logit_gradient(
+    product, labels, label_grads, grads, lse, entropy, entropy_grads, scale, softcap, temperature, V,
+    num_labels, HAS_SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """Write the gradient of a token's product over it (grid: tokens, blocks of the vocabulary); see
+    `vocab_parallel._to_gradient`. `grads` are sums over labels, `label_grads` are 0 for those of other
+    ranks."""
+    token = tl.program_id(0).to(tl.int64)
+    row = product + token * V
+    at_V = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_V = at_V < V
+    x_V = logits_at(row, at_V, inside_V, scale, softcap, temperature, HAS_SOFTCAP)
+    logp_V = x_V - tl.load(lse + token)
+    factor_V = tl.load(grads + token)
+    if ENTROPY:
+        factor_V += (logp_V + tl.load(entropy + token)) * tl.load(entropy_grads + token)
+    weight_V = tl.exp(logp_V)
+    grad_V = tl.where(weight_V > 0, -weight_V * factor_V, 0.0)
+    for k in range(num_labels):
+        at = tl.load(labels + token * num_labels + k)
+        grad_V += tl.where(at_V == at, tl.load(label_grads + token * num_labels + k), 0.0)
+    grad_V = grad_V / temperature * scale
+    if HAS_SOFTCAP:  # 1 - tanh^2
+        share_V = x_V * temperature / softcap
+        grad_V *= 1 - share_V * share_V
+    tl.store(row + at_V, grad_V.to(product.dtype.element_ty), mask=inside_V)

@@ -1,0 +1,81 @@
+"""What the kernels of TritonChains compute, by the operations of torch."""
+
+import torch
+
+from realhf.nn.mlp import ACTIVATIONS
+from realhf.nn.rope import rotate
+
+
+def add_norm(self, x_TH, y_TH, *, scale, out_norm, norm):
+    total_TH = x_TH
+    if y_TH is not None:
+        total_TH = x_TH + scale * (y_TH if out_norm is None else out_norm(y_TH))
+    return total_TH, total_TH if norm is None else norm(total_TH)
+
+
+def rotate_and_store(self, qkv, *, num_kv_heads, angles, interleaved, norms, place):
+    assert qkv.is_contiguous() and not torch.is_grad_enabled()
+    q_TND, k_TKD, v_TKD = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norms is not None:
+        q_TND, k_TKD = (norm(x) for norm, x in zip(norms, (q_TND, k_TKD), strict=True))
+    out = torch.cat((q_TND, k_TKD, v_TKD), dim=1)
+    if angles is not None:
+        out = rotate(out, angles, interleaved=interleaved, num_heads=out.shape[1] - num_kv_heads)
+    if place is not None:
+        place.write(*out[:, -2 * num_kv_heads :].split(num_kv_heads, dim=1))
+    return out
+
+
+def angles(self, position_T, frequencies, factor, dtype):
+    angles = position_T[:, None, None].to(frequencies.dtype) * frequencies
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def gated(self, up_TF, activation):
+    assert up_TF.is_contiguous()
+    gate_TF, up_TF = up_TF.chunk(2, dim=1)
+    return _function(activation).compute(gate_TF) * up_TF
+
+
+def gated_backward(self, grad_TF, up_TF, activation):
+    assert grad_TF.is_contiguous() and up_TF.is_contiguous()
+    gate_TF, up_TF = up_TF.chunk(2, dim=1)
+    function = _function(activation)
+    activated_TF = function.compute(gate_TF)
+    out_TF = torch.cat((function.backward(grad_TF * up_TF, gate_TF), grad_TF * activated_TF), dim=1)
+    grad_TF.copy_(activated_TF * up_TF)
+    return out_TF
+
+
+def logit_statistics(self, product_TV, at_TK, head, temperature, entropy):
+    assert product_TV.is_contiguous()
+    x_TV = head.to_logits(product_TV, temperature=temperature)
+    lse_T1 = x_TV.logsumexp(1, keepdim=True)
+    columns = [lse_T1, x_TV.gather(1, at_TK)]
+    return torch.cat(columns + ([((x_TV - lse_T1).exp() * x_TV).sum(1, keepdim=True)] if entropy else []), 1)
+
+
+def logit_gradient(self, product_TV, grad_TK, lse_T, labels, of_entropy, head, temperature):
+    """By autograd, of what the kernel differentiates; other ranks' logits are in the log-sum-exp."""
+    at_TK, here_TK = labels
+    with torch.enable_grad():
+        leaf = product_TV.detach().clone().requires_grad_()
+        x_TV = head.to_logits(leaf, temperature=temperature)
+        weight_TV = (x_TV - lse_T[:, None]).exp()
+        total = (x_TV.gather(1, at_TK) * grad_TK * here_TK).sum()
+        total = total - (weight_TV.sum(1) * grad_TK.sum(1)).sum()
+        if of_entropy is not None:
+            entropy_T, grad_T = of_entropy
+            logp_TV = x_TV - lse_T[:, None]  # d/dx (p (log p + H - 1)) = p (log p + H)
+            total = total - ((weight_TV * (logp_TV + entropy_T[:, None] - 1)).sum(1) * grad_T).sum()
+        (grad_TV,) = torch.autograd.grad(total, leaf)
+    product_TV.copy_(grad_TV)
+
+
+def _function(activation):
+    return next(function for function in ACTIVATIONS.values() if function.name == activation)
+
+
+BY_TORCH = {
+    function.__name__: function for function in (
+        add_norm, rotate_and_store, angles, gated, gated_backward, logit_statistics, logit_gradient)}

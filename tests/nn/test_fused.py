@@ -1,0 +1,125 @@
+"""The kernels of element-wise chains and of sampling: by Triton's interpreter against torch's operations,
+compiled for a GPU that is not here; and how many kernels a decoding step launches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from realhf.attention.choose import refuses_chains
+from realhf.attention.triton_paged import TritonAttention
+from realhf.calls import SamplingConfig
+from realhf.distributed.world import World
+from realhf.inference.forward_batch import PagedBackends
+from realhf.inference.kv_cache import RowPages
+from realhf.inference.page_pool import PagePool
+from realhf.models.lora import LoraConfig
+from tests.gpu.host_traffic import host_traffic
+from tests.gpu.models import engine_of, write_model
+from tests.gpu.pretended import DeviceWorld, pretended_device
+from tests.nn import chains
+from tests.samples import marked
+
+ROOT = Path(__file__).parents[2]
+PAGE = 64
+
+
+def _run(module, *arguments, **environment):
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("dtype, most", marked([("float32", 1e-6), ("float16", 2e-3)], quick=[0]))
+def test_interpreted_kernels_compute_the_chains(dtype, most):
+    found = _run("tests.nn.interpreted_chains", dtype, TRITON_INTERPRET="1")
+    assert set(found) == set(chains.BY_TORCH)
+    assert {name: error for name, error in found.items() if error > most} == {}
+
+
+@pytest.mark.parametrize("dtype, size, rows", marked(
+    [("float32", 1100, 7), ("bfloat16", 4097, 16), ("float32", 67, 12)], quick=[0]))
+def test_interpreted_kernels_draw_the_same_tokens(dtype, size, rows):
+    found = _run("tests.inference.interpreted_sampling", dtype, size, rows, TRITON_INTERPRET="1")
+    assert len(found) == 12
+    for settings, softcap, other_tokens, apart in found:
+        assert other_tokens == [] and apart < 2e-6, (settings, softcap)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_all_kernels_compile_for_an_h100(dtype, tmp_path):
+    found = _run("tests.nn.compiled_kernels", dtype, TRITON_CACHE_DIR=str(tmp_path))
+    assert {"add_norm", "rotate_and_store", "gated", "part_sums", "draw", "thresholds"} <= set(found)
+    for kernel in found.values():
+        assert kernel["shared"] <= 227 << 10
+
+
+def test_where_no_kernel_computes_chains():
+    assert "CPU" in refuses_chains(torch.device("cpu"), torch.float32)
+    assert "float32" in refuses_chains(torch.device("cuda", 0), torch.float64)
+
+
+def _launches(directory, *, world=None, layout="d1@0", lora=None, **sampling):
+    """Return the launches of a decoding pass that samples."""
+    with pretended_device() as device, torch.inference_mode():
+        world = World(device=device) if world is None else DeviceWorld(world)
+        model = engine_of(
+            directory, device=device, dtype="bfloat16", lora=lora, world=world, layout=layout).model
+        backends = PagedBackends(model, TritonAttention())
+        pool = PagePool(model, backends=backends, record=lambda compute: compute)
+        pool.lease(4, page_size=PAGE)
+        row = torch.arange(3)
+        pages = RowPages(row + 70, row * PAGE + PAGE, torch.full((3,), 71).int(), torch.zeros(3, 8).int())
+        pages = RowPages(*(x.to(device) for x in pages))
+        row = row.to(device)
+        uniform = torch.full((3,), 0.5, dtype=torch.float64).to(device)
+        for _ in range(2):  # Some constants are made in the first pass.
+            with host_traffic() as traffic:
+                pool.graphs(row, pages, uniform_B=uniform, sampling=SamplingConfig(**sampling))
+        assert not traffic.waits and not traffic.transfers
+    return traffic.launches
+
+
+def _per_layer(tmp_path, name, **settings):
+    """Return the launches of a layer, and those of the rest of the pass."""
+    few, many = (
+        _launches(write_model(tmp_path / str(n), name, num_hidden_layers=n), **settings) for n in (3, 5))
+    per_layer = (many - few) // 2
+    return per_layer, few - 3 * per_layer
+
+
+# Embedding, positions, lengths, angles, the last sum with its norm; the copies of the inputs.
+AROUND = 5 + 6
+LAUNCHES = [
+    # Family, settings: launches of a layer, of head and sampling.
+    ("llama", {}, 9, 3), ("qwen2", {}, 9, 3), ("qwen3", {}, 9, 3), ("gemma-2", {}, 9, 3),
+    ("qwen2", {"top_p": 0.9, "top_k": 20}, 9, 4), ("qwen2", {"temperature": 0.0}, 9, 3),
+    ("qwen2", {"lora": LoraConfig(rank=2, target_modules=("o_proj",))}, 11, 3),
+    ("mixtral", {}, 25, 3), ("qwen3-moe", {}, 25, 3),
+]
+
+
+@pytest.mark.parametrize("name, settings, per_layer, sampling", marked(LAUNCHES, quick=[1, 4, 8]))
+def test_launches_of_a_decoding_step(tmp_path, name, settings, per_layer, sampling):
+    found = _per_layer(tmp_path, name, **settings)
+    assert found == (per_layer, AROUND + sampling + (name == "gemma-2"))
+
+
+def _of_rank(world, directories):
+    few, many = (_launches(directory, world=world, layout="t2@0-1") for directory in directories)
+    return (many - few) // 2
+
+
+@pytest.mark.slow
+def test_launches_under_tensor_parallelism(pool, tmp_path):
+    """Each layer adds up its outputs over the ranks twice."""
+    directories = [write_model(tmp_path / str(n), "qwen2", num_hidden_layers=n) for n in (3, 5)]
+    assert pool.run(_of_rank, directories, num_ranks=2) == [11, 11]
