@@ -361,8 +361,10 @@ def _filter(
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     if config.top_p < 1:
         assert widest_shard >= size or group.size == 1, "shards of several ranks are padded to the widest"
-        gathered = _gather(logits_BV, width=max(widest_shard, size), group=group)
-        threshold_B = nucleus_threshold(gathered, config.top_p)
+        whole_BV = logits_BV
+        if group.size > 1:
+            whole_BV = _gather(logits_BV, width=max(widest_shard, size), group=group)
+        threshold_B = nucleus_threshold(whole_BV, config.top_p)
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     if config.min_p > 0:
         threshold_B = (max_B if group.size == 1 else group.all_gather(max_B).amax(0)) + log(config.min_p)

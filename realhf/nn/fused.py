@@ -9,6 +9,7 @@ torch's operations do the same, and the kernels are compared with them (tests/nn
 Shape suffixes: T tokens, H hidden, F width of an MLP, V this rank's vocabulary; K labels of a token.
 """
 
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -159,7 +160,13 @@ def chains_of(x: Tensor, dtype: torch.dtype | None = None) -> TritonChains | Non
 
 @lru_cache
 def _chosen(device: torch.device, dtype: torch.dtype) -> TritonChains | None:
-    return None if refuses_chains(device, dtype) else TritonChains()
+    reason = refuses_chains(device, dtype)
+    if reason is None:
+        return TritonChains()
+    if not device.index:
+        what = f"element-wise work in {str(dtype).removeprefix('torch.')}"
+        print(f"realhf: {what}: torch's operations, as {reason}", file=sys.stderr, flush=True)
+    return None
 
 
 def _of_logits(head: "Head", temperature: float) -> tuple[float, float, float]:
