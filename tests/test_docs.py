@@ -57,7 +57,7 @@ ELSEWHERE = {
     "make test-all": "these tests, and the slow ones",
     "make test-tenth": "a part of the slow tests",
     "make bench-setup": "needs a package index",
-    "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
+    "python benchmarks/gpu_check.py --json gpu.json --minutes 8": "needs a GPU",
     "python benchmarks/real_model.py curve --plan plan.yaml --picture docs/real-model.png": "takes an hour",
     "python benchmarks/real_model.py trl --prompts 8 --repeats 3": "needs .venv-bench",
     "pytest tests/models/test_families.py -k olmo-2": "one of these tests",

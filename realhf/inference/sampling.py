@@ -397,10 +397,10 @@ def _nucleus_threshold(logits_BV: Tensor, top_p: float, *, num_bits: int) -> Ten
     start_B1 = torch.full_like(max_B1, -num_digits // 2, dtype=integers)  # The first of the keys in question.
     above_B1 = torch.zeros_like(target_B1)  # The mass of those beyond them.
     for shift in range(8 * integers.itemsize - num_bits, -1, -num_bits):
-        digit_BV = (keys_BV >> shift).sub_(start_B1)
-        digit_BV = torch.where((digit_BV < 0) | (digit_BV >= num_digits), num_digits, digit_BV)
-        mass_BD = mass_BV.new_zeros(len(keys_BV), num_digits + 1)
-        rising_BD = mass_BD.scatter_add_(1, digit_BV.long(), mass_BV)[:, :num_digits].cumsum(-1)
+        # The first and the last column are for keys that are not in question any more.
+        mass_BD = mass_BV.new_zeros(len(keys_BV), num_digits + 2).scatter_add_(
+            1, (keys_BV >> shift).sub_(start_B1).clamp_(-1, num_digits).add_(1).long(), mass_BV)
+        rising_BD = mass_BD[:, 1:-1].cumsum(-1)
         larger_BD = above_B1 + rising_BD[:, -1:] - rising_BD
         digit_B1 = (larger_BD >= target_B1).sum(-1, keepdim=True).clamp_(max=num_digits - 1)
         above_B1 = larger_BD.gather(1, digit_B1)

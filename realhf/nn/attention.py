@@ -137,8 +137,8 @@ class Attention:
         N, K = self.num_heads, self.num_kv_heads
         x_TH = copy_to_group(x_TH, self.tp)
         qkv = adapted_linear(x_TH, self.qkv, self.qkv_bias, self.adapters.get("qkv.weight"))
-        qkv = qkv.view(len(qkv), N + 2 * K, self.config.head_dim)
-        q_TND, k_TKD, v_TKD = self._placed(qkv, angles, place).split((N, K, K), dim=1)
+        qkv = self._placed(qkv.view(len(qkv), N + 2 * K, self.config.head_dim), angles, place)
+        q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
         out_TND = attend_each(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
         y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
         return add_bias(sum_over_group(y_TH, self.tp), self.out_bias)

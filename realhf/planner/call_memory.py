@@ -346,7 +346,7 @@ class CallPieces:
         up = 2 if self.role.config.gated else 1
         activated = e * self.working_numel(tokens * self.mlp_width(load))  # A part before all are joined.
         activating = width + max(hidden, activated * (activated < width))
-        mlp = 3 * hidden + routed + up * width + max(activating, output)
+        mlp = 2 * hidden + routed + up * width + max(activating, output)
         widened = self.widened_bytes(per_token.in_layer(num_ups=up), tokens)
         angles = e * per_token.head_dim * tokens
         return max(norm, attention, mlp) + (widened + angles)
