@@ -32,7 +32,7 @@ from realhf.devices.half_precision import widened
 from realhf.distributed.group import Group, copy_to_group, exchange_rows, sum_over_group
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig
-from realhf.nn.fused import CachePlace, chains_of
+from realhf.nn.fused import CachePlace, chains_of, takes_bias
 from realhf.nn.linear import add_bias, wide
 from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.norm import Norm, rms_norm
@@ -140,7 +140,11 @@ class Attention:
         qkv = self._placed(qkv.view(len(qkv), N + 2 * K, self.config.head_dim), angles, place)
         q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
         out_TND = attend_each(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
-        y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
+        out_TH = out_TND.flatten(1)
+        adapter = self.adapters.get("o.weight")
+        if takes_bias(out_TH, self.tp):
+            return adapted_linear(out_TH, self.out, self.out_bias, adapter)
+        y_TH = adapted_linear(out_TH, self.out, adapter=adapter)
         return add_bias(sum_over_group(y_TH, self.tp), self.out_bias)
 
     def _placed(self, qkv: Tensor, angles: Angles | None, place: CachePlace | None) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from realhf.attention.choose import refuses_chains
+from realhf.distributed.group import Group
 
 if TYPE_CHECKING:
     from realhf.nn.norm import Norm
@@ -167,6 +168,11 @@ def _chosen(device: torch.device, dtype: torch.dtype) -> TritonChains | None:
         what = f"element-wise work in {str(dtype).removeprefix('torch.')}"
         print(f"realhf: {what}: torch's operations, as {reason}", file=sys.stderr, flush=True)
     return None
+
+
+def takes_bias(x: Tensor, group: Group) -> bool:
+    """Return whether a product adds the bias that follows its sum over the group, as there is no such sum."""
+    return group.size == 1 and not torch.is_grad_enabled() and chains_of(x) is not None
 
 
 def _of_logits(head: "Head", temperature: float) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from realhf.devices.chunk_sizes import PART_NUMEL
 from realhf.distributed.group import Group, copy_to_group, sum_over_group
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import row_blocks
-from realhf.nn.fused import chains_of
+from realhf.nn.fused import chains_of, takes_bias
 from realhf.nn.linear import add_bias, collects
 from realhf.nn.lora import Adapted, Adapter, adapted_linear
 from realhf.nn.parameters import Weights
@@ -62,6 +62,9 @@ class Mlp:
 
     def __call__(self, x_TH: Tensor, _: object = None) -> Tensor:
         up_TF = adapted_linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
+        if takes_bias(up_TF, self.tp):
+            return adapted_linear(
+                activation(self.config)(up_TF), self.down, self.down_bias, self.down_adapter)
         y_TH = activated_linear(self.config, up_TF, self.down, self.down_adapter)
         return add_bias(sum_over_group(y_TH, self.tp), self.down_bias)
 
