@@ -61,7 +61,8 @@ class Compiled:
 def main(dtypes):
     for module in (fused_kernels, sampling_kernels):
         for name, kernel in list(vars(module).items()):
-            if isinstance(kernel, triton.JITFunction) and not name.startswith("_"):
+            is_helper = name.startswith("_") or name == fused_kernels.logits_at.__name__
+            if isinstance(kernel, triton.JITFunction) and not is_helper:
                 setattr(module, name, Compiled(kernel))
     config = ModelConfig("llama", 64, 1536, 32, 1, 12, 2, 128)
     chains = TritonChains()
