@@ -18,6 +18,7 @@ from torch import Tensor
 
 from realhf.attention.choose import refuses_chains
 from realhf.distributed.group import Group
+from realhf.models.model_config import MoeConfig
 
 if TYPE_CHECKING:
     from realhf.nn.norm import Norm
@@ -118,6 +119,19 @@ class TritonChains:
             grad_TF, up_TF, out_TF, width, ACTIVATION=activation, BLOCK_F=_GATED_BLOCK)
         return out_TF
 
+
+    def route(self, logits_TE: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
+        """Return weights_TK, in the dtype of the logits, and expert_TK: the most probable experts of all."""
+        from realhf.nn import fused_kernels as kernels
+
+        num_tokens, num_experts = logits_TE.shape
+        num = moe.num_experts_per_token
+        weights_TK = logits_TE.new_empty(num_tokens, num)
+        expert_TK = torch.empty_like(weights_TK, dtype=torch.int64)
+        kernels.route[(num_tokens,)](
+            logits_TE, weights_TK, expert_TK, float(moe.scale), num_experts, NUM=num,
+            NORMALIZE=moe.normalize, BLOCK_E=_power_of_two(num_experts), BLOCK_K=_power_of_two(num))
+        return weights_TK, expert_TK
 
     def logit_statistics(
         self, product_TV: Tensor, at_TK: Tensor, head: "Head", temperature: float, entropy: bool

@@ -155,6 +155,34 @@ def gated_backward(grad, up, grad_up, F, ACTIVATION: tl.constexpr, BLOCK_F: tl.c
 
 
 @triton.jit
+def route(
+    logits, weights, experts, scale, num_experts, NUM: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """Write the `NUM` most probable experts of a token, and their weights (grid: tokens)."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    inside_E = e < num_experts
+    x_E = tl.load(logits + token * num_experts + e, mask=inside_E, other=float("-inf")).to(tl.float32)
+    score_E = tl.exp(x_E - tl.max(x_E, 0))
+    left_E = tl.where(inside_E, score_E / tl.sum(score_E, 0), -1.0)
+    weight_K = tl.zeros([BLOCK_K], tl.float32)
+    expert_K = tl.zeros([BLOCK_K], tl.int64)
+    for i in tl.static_range(NUM):
+        best = tl.max(left_E, 0)
+        at = tl.min(tl.where(left_E == best, e, num_experts - 1), 0)
+        weight_K = tl.where(k == i, best, weight_K)
+        expert_K = tl.where(k == i, at.to(tl.int64), expert_K)
+        left_E = tl.where(e == at, -2.0, left_E)
+    if NORMALIZE:
+        weight_K = weight_K / (tl.sum(weight_K, 0) + 1e-20)
+    weight_K *= scale
+    tl.store(weights + token * NUM + k, weight_K.to(weights.dtype.element_ty), mask=k < NUM)
+    tl.store(experts + token * NUM + k, expert_K, mask=k < NUM)
+
+
+@triton.jit
 def _activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)

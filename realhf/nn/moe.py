@@ -27,6 +27,7 @@ from realhf.distributed.group import Group, copy_to_group, exchange_rows, sum_ov
 from realhf.distributed.world import ParallelGroups
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig, MoeConfig
+from realhf.nn.fused import chains_of
 from realhf.nn.linear import add_rows, collects, linear
 from realhf.nn.linear import wide as wide_weight
 from realhf.nn.mlp import Activation
@@ -174,8 +175,12 @@ class Moe:
         return takes_kernel(up_LFH) and takes_kernel(down_LHF)
 
     def _route(self, x_TH: Tensor, losses: RouterLosses | None) -> tuple[Tensor, Tensor]:
-        """Return weights_TK, in at least float32, and expert_TK: each token's experts."""
+        """Return weights_TK, with gradients in at least float32, and expert_TK: each token's experts."""
         moe = self.moe
+        is_plain = moe.scores == "softmax" and moe.num_groups == 1 and self.choice_bias is None
+        chains = None if torch.is_grad_enabled() or losses is not None else chains_of(x_TH)
+        if chains is not None and is_plain:
+            return chains.route(linear(x_TH, self.router), moe)
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         if moe.scores == "sigmoid":
             logits_TE = F.linear(x_TH.to(wide), wide_weight(self.router))

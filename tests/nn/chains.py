@@ -47,6 +47,13 @@ def gated_backward(self, grad_TF, up_TF, activation):
     return out_TF
 
 
+def route(self, logits_TE, moe):
+    weights_TK, expert_TK = logits_TE.float().softmax(-1).topk(moe.num_experts_per_token)
+    if moe.normalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return (weights_TK * moe.scale).to(logits_TE.dtype), expert_TK
+
+
 def logit_statistics(self, product_TV, at_TK, head, temperature, entropy):
     assert product_TV.is_contiguous()
     x_TV = head.to_logits(product_TV, temperature=temperature)
@@ -78,4 +85,4 @@ def _function(activation):
 
 BY_TORCH = {
     function.__name__: function for function in (
-        add_norm, rotate_and_store, angles, gated, gated_backward, logit_statistics, logit_gradient)}
+        add_norm, rotate_and_store, angles, gated, gated_backward, route, logit_statistics, logit_gradient)}

@@ -18,7 +18,7 @@ from realhf.calls import SamplingConfig
 from realhf.distributed.world import World
 from realhf.inference import sampling_kernels
 from realhf.inference.sampling import draw_by_kernels
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.nn import fused_kernels
 from realhf.nn.fused import CachePlace, TritonChains
 from realhf.nn.norm import Norm
@@ -90,6 +90,7 @@ def main(dtypes):
         for activation in ("silu", "gelu", "gelu_tanh"):
             chains.gated(draw(2, 2 * 8960), activation)
             chains.gated_backward(draw(2, 8960), draw(2, 2 * 8960), activation)
+        chains.route(draw(2, 128), MoeConfig(128, 8, 768))
         of_tokens = [torch.zeros(2) for _ in range(3)]
         for softcap, of_entropy in ((None, None), (30.0, (of_tokens[0], of_tokens[1]))):
             output = Head(torch.empty(0, 0), 0, World().group((0,)), softcap=softcap)

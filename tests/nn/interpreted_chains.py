@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from realhf.distributed.world import World
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.nn.fused import CachePlace, TritonChains
 from realhf.nn.mlp import ACTIVATIONS
 from realhf.nn.norm import Norm
@@ -68,6 +68,9 @@ def main():
         compare(
             "gated_backward", draw(3, 1300), 2 * draw(3, 2 * 1300), function.name,
             outputs=lambda found, arguments: [found, arguments[0]])
+    for normalize, num in itertools.product((False, True), (1, 3)):
+        moe = MoeConfig(11, num, 8, normalize=normalize, scale=1.5)
+        compare("route", draw(5, 11), moe)
     group = World().group((0,))
     at = torch.tensor([[0, 3], [4999, 4999], [4097, 0]])
     here = torch.tensor([[True, True], [True, True], [True, False]])
