@@ -96,12 +96,15 @@ def run_check(name: str, device: str, scratch: Path, *, most_seconds: float) -> 
         program, kind = check.program
         command = [*python, f"benchmarks/{program}", kind, device, str(results)]
     start = time.monotonic()
-    limit = round(min(most_seconds, check.seconds * (1 if device.startswith("cuda") else _CPU_SLOWER)))
+    own_limit = check.seconds * (1 if device.startswith("cuda") else _CPU_SLOWER)
+    limit = round(min(most_seconds, own_limit))
     code = _run(command, _environment(device, directory), directory / "output", seconds=limit)
     lines = (directory / "output").read_text(errors="replace").splitlines()
     result: dict[str, Any] = {"about": check.about, "seconds": round(time.monotonic() - start, 1)}
     ended = f"did not end within {limit} s" if code is None else f"ended with code {code}"
     result["status"] = "passed" if code == 0 else f"failed: {ended}"
+    if code is None and limit < own_limit:
+        result["status"] = NO_TIME
     if check.tests and results.exists():
         result["tests"] = tests = list(_tests(results))
         outcomes = Counter(test["outcome"] for test in tests)
