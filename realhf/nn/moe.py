@@ -336,8 +336,8 @@ def grouped_linear(x_RI: Tensor, weight_NI: Tensor, groups: RowGroups) -> Tensor
 
 
 def _by_kernel(x_RI: Tensor, weight_LOI: Tensor, groups: RowGroups) -> Tensor:
-    if not len(x_RI):  # Experts of a rank may get no row; a kernel without work cannot be launched.
-        return x_RI.new_empty(0, weight_LOI.shape[1])
+    if not len(x_RI):  # A rank's experts may get no row. A product of nothing has gradients all the same.
+        return x_RI @ weight_LOI[0].T
     x_RI, weight_LOI = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (x_RI, weight_LOI))
     return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=groups.ends_L)
 

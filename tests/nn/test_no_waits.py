@@ -203,5 +203,4 @@ def test_grouped_products_take_the_ends_on_the_device(counts):
         with host_traffic() as traffic:
             found = grouped_linear(x, weight.flatten(0, 1), groups)
         assert not traffic.waits and torch.equal(groups.ends_L.cpu(), ends)
-        assert (traffic.launches > 0) == bool(sum(counts))
         torch.testing.assert_close(found.cpu(), wanted, rtol=2e-2, atol=2e-2)
