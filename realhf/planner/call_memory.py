@@ -45,6 +45,7 @@ _INPUT_BYTES_PER_TOKEN = 64  # In a call's inputs: ids, mask and columns of the 
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
+_SEARCH_BYTES = 26  # Bytes for each logit in which the threshold of top-p is searched for.
 _SAMPLING_BYTES = 24  # Bytes of a logit's scaled value, exponential and running sum, in float64 each.
 _TOP_COPIES = 2.75
 """Finding the most probable tokens takes a copy of the logits, running counts (int32) and three masks (bool):
@@ -524,20 +525,20 @@ class GenerationMoments:
     def _logits(self) -> float:
         """Bytes of logits in a wide dtype, and of what sampling computes from them.
 
-        Top-p sampling gathers the whole vocabulary and sorts it with its indices (int64), for which a GPU
-        takes the same memory again. Later there are probabilities, and their sums twice.
+        Top-p sampling gathers the whole vocabulary over tp, and searches some rows at a time for the least
+        logit that it keeps.
         """
         pieces = self._pieces
         widths = pieces.widths
         w = pieces.role.wide_itemsize
         logits = float(self._rows * widths.vocabulary * (w + _SAMPLING_BYTES))
         if pieces.workload.sorts_logits:
-            sorting = (w + _ID_BYTES) * (2 if pieces.fused else 1)
-            gathered = w * (2 if pieces.strategy.tp > 1 else 1)  # Shard by shard, and in one row.
-            whole = gathered + max(sorting, 4 * w)
-            in_shard = 2 * w  # With and without temperature.
-            filtering = widths.vocabulary * in_shard + pieces.role.config.vocab_size * whole
-            logits = max(logits, float(self._rows * filtering))
+            vocabulary = pieces.role.config.vocab_size
+            whole = self._rows * vocabulary
+            gathered = w * whole * (2 if pieces.strategy.tp > 1 else 0)  # Shard by shard, and in one row.
+            at_once = min(whole, max(vocabulary, chunk_sizes.slice_numel(is_cuda=pieces.fused)))
+            in_shard = 2 * w * self._rows * widths.vocabulary  # With and without temperature.
+            logits = max(logits, float(in_shard + gathered + _SEARCH_BYTES * at_once))
         # Copies of operands in float32 are freed before the logits exist.
         return max(logits, pieces.widened_bytes([(widths.hidden, widths.vocabulary)], self._rows))
 
