@@ -39,7 +39,7 @@ class _Rows:
             if num_shared:
                 tokens[:, : 2 * BLOCK_SIZE] = prefixes[first]
             positions = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
-            self.cache.write(0, torch.tensor(positions), *tokens)
+            self.cache.place(0, torch.tensor(positions)).write(*tokens[: len(self.cache.layers[0])])
             self.tokens[slot] = tokens
             ordinal = 2 if slot in (5, 6) else 0
             self.tables.start(slot, blocks, length=length, num_shared=num_shared, ordinal=ordinal)
@@ -55,7 +55,7 @@ class _Rows:
         decoding = self.decoding.advance()
         count = len(decoding.slots)
         q, new = torch.randn(count, HEADS * GROUP, DIM).to(self.dtype), self._draw(count)
-        self.cache.write(0, decoding.cache_positions_B, *new)
+        self.cache.place(0, decoding.cache_positions_B).write(*new[: len(self.cache.layers[0])])
         expected = []
         for row, slot in enumerate(decoding.slots.tolist()):
             self.tokens[slot] = torch.cat((self.tokens[slot], new[:, row : row + 1]), dim=1)
@@ -120,9 +120,9 @@ def test_a_copied_block_goes_its_own_way():
     cache = KVCache(2, (3, BLOCK_SIZE, HEADS, DIM), dtype=torch.float32, device=CPU)
     tokens = torch.randn(2, 5, HEADS, DIM)
     for layer in range(2):
-        cache.write(layer, torch.arange(5), *tokens)
+        cache.place(layer, torch.arange(5)).write(*tokens)
     cache.copy((0,), (2,))
-    cache.write(0, torch.tensor([2]), *tokens[:, :1] * 0)
+    cache.place(0, torch.tensor([2])).write(*tokens[:, :1] * 0)
     for layer in range(2):
         for pages, expected in zip(cache.pages(layer), tokens, strict=True):
             assert torch.equal(pages[2, :5], expected)
