@@ -33,7 +33,7 @@ from realhf.calls import (
     TrainStep,
     WorkStealing,
 )
-from realhf.data.dataset import DatasetConfig
+from realhf.data.dataset import START_IDS, DatasetConfig
 from realhf.data.rows import extra_columns
 from realhf.environments.protocol import Environment
 from realhf.environments.rollout_rewards import ROLLOUT, RolloutRewards
@@ -207,7 +207,7 @@ class OnPolicy(Experiment):
         inputs: tuple[str, ...] = ("prompt_ids", *limits)
         outputs: tuple[str, ...] = (*RESPONSE, *self.version_keys)
         if turn_sources is not None:
-            inputs = ("prompt_ids", *row_keys(self.dataset))
+            inputs = (START_IDS, *row_keys(self.dataset))
             outputs = (*outputs, ROLLOUT)
         return FunctionCall("actor_generate", inputs=inputs, outputs=outputs, role="actor", work=work)
 

@@ -1,4 +1,5 @@
-"""`realhf init`: writes an experiment that runs, its data and a test of its reward. Free of torch."""
+"""`realhf init`: writes an experiment that runs, its data and a test of its reward or environment. Imports no
+torch."""
 
 import json
 import keyword
@@ -18,13 +19,16 @@ from realhf.rewards.reward import EXTRAS, STANDARD
 from realhf.user_input.shipped import shipped_dir
 from realhf.user_input.suggest import did_you_mean
 
-HELP = "write a directory with an experiment that runs, its data and a test of its reward"
+HELP = "write a directory with an experiment that runs, its data and a test of its reward or environment"
 EXAMPLES = (
     "realhf init first",
+    "realhf init game --template environment",
     "realhf init mine --data rows.jsonl --prompt-key question --answer-key solution",
     "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl")
 _COMMON = "common"
-"""The template whose files all others share."""
+"""The template whose files all others share but one."""
+_ENVIRONMENT = "environment"
+"""The template that has files of its own alone: an environment in the place of a reward."""
 _MODEL_FILES = "model/"
 _TINY_ANSWER = "else 4)"
 """The part of experiment.py with the number of tokens that the tiny model may write."""
@@ -41,10 +45,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments of `realhf init`."""
     add = parser.add_argument
     add("directory", metavar="DIR", help="directory to write, which may exist")
-    add("--template", default="grpo", metavar="NAME", help="grpo (default), sft or dpo")
+    add("--template", default="grpo", metavar="NAME", help="grpo (default), sft, dpo or environment")
     add("--model", help="model to train; default: a tiny one with random weights, for these rows")
     columns = "prompt and answer (sft: completion; dpo: chosen, rejected)"
-    rows = f"rows to train on, for a tiny model with the columns {columns}; default: a small set of exercises"
+    rows = f"rows to train on, for a tiny model with the columns {columns}, or those that an environment "
+    rows += "reads; default: a small set of exercises"
     add("--data", metavar="ROWS", help=rows)
     add("--prompt-key", metavar="COLUMN", help=f"column of the prompts in --data; default: {_PROMPT_KEY}")
     of_answers = "column of --data with the answers, which the reward function reads"
@@ -60,12 +65,18 @@ def main(options: Namespace, words: list[str]) -> int:
     for name, content in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(content, encoding="utf-8")
+    (test,) = (name for name in files if name.startswith("test_"))
     has_answers = options.model is None and options.template == "grpo"  # The tiny model's rows were read.
     if options.data is not None and not has_answers:
-        reads = f"reads a column `{options.answer_key or _ANSWER_KEY}`"
-        warn(f"the reward in {directory / 'reward.py'} {reads}: change it to suit your rows")
-    steps = ("pytest test_reward.py", "realhf check experiment.py", "realhf run experiment.py --nproc 2")
-    print(f"{directory} has a {options.template} experiment of {len(files)} files. Try in it:")
+        what = f"the reward in {directory / 'reward.py'} reads a column `{options.answer_key or _ANSWER_KEY}`"
+        if options.template == _ENVIRONMENT:
+            what = f"`start` in {directory / 'environment.py'} reads a column `game`"
+        warn(f"{what}: change it to suit your rows")
+    steps = (f"pytest {test}", "realhf check experiment.py", "realhf run experiment.py --nproc 2")
+    kind = f"a {options.template} experiment"
+    if options.template == _ENVIRONMENT:
+        kind = "an experiment with an environment"
+    print(f"{directory} has {kind} of {len(files)} files. Try in it:")
     print("\n".join(f"  {step}" for step in steps))
     return 0
 
@@ -85,7 +96,8 @@ def _files(options: Namespace) -> dict[str, str]:
     _check_columns(options)
     prompt_key = options.prompt_key or _PROMPT_KEY
     answer_key = options.answer_key or _ANSWER_KEY
-    roots = [shipped_dir("templates") / name for name in (_COMMON, options.template)]
+    parts = [_COMMON, options.template] if options.template != _ENVIRONMENT else [_ENVIRONMENT]
+    roots = [shipped_dir("templates") / name for name in parts]
     files = {
         str(path.relative_to(root)): path.read_text(encoding="utf-8")
         for root in roots for path in sorted(root.rglob("*"))
@@ -94,7 +106,7 @@ def _files(options: Namespace) -> dict[str, str]:
     if options.model is not None:
         changes["MODEL"] = _quoted(options.model)
         files = {name: text for name, text in files.items() if not name.startswith(_MODEL_FILES)}
-    elif options.data is not None:
+    elif options.data is not None and options.template != _ENVIRONMENT:
         model = tiny_model(
             options.data, template=options.template, prompt_key=prompt_key, answer_key=answer_key,
             files=files)
@@ -107,12 +119,14 @@ def _files(options: Namespace) -> dict[str, str]:
             files["experiment.py"] = _with_held_out_part(files["experiment.py"], num_held_out)
             del changes["HELD_OUT"]
         files = {name: text for name, text in files.items() if name not in _DATA_FILES}
-        files["test_reward.py"] = _with_rows(files["test_reward.py"], options)
+        if "test_reward.py" in files:
+            files["test_reward.py"] = _with_rows(files["test_reward.py"], options)
     if prompt_key != _PROMPT_KEY:
-        experiment, tests = files["experiment.py"], files["test_reward.py"]
         named = rf"\g<0>, prompt_key={prompt_key!r}"
-        files["experiment.py"] = re.sub(r"DatasetConfig\(str\(\w+\)", named, experiment)
-        files["test_reward.py"] = tests.replace(f'row["{_PROMPT_KEY}"]', f"row[{prompt_key!r}]")
+        files["experiment.py"] = re.sub(r"DatasetConfig\(str\(\w+\)", named, files["experiment.py"])
+        if "test_reward.py" in files:
+            tests = files["test_reward.py"]
+            files["test_reward.py"] = tests.replace(f'row["{_PROMPT_KEY}"]', f"row[{prompt_key!r}]")
     if answer_key != _ANSWER_KEY:
         reward, tests = files["reward.py"], files["test_reward.py"]
         files["reward.py"] = re.sub(rf"\b{_ANSWER_KEY}\b(?=: list|, strict|`)", answer_key, reward)
@@ -128,6 +142,10 @@ def _check_columns(options: Namespace) -> None:
     for option, column in (("--prompt-key", options.prompt_key), ("--answer-key", options.answer_key)):
         if column is not None and options.data is None:
             raise UserError(f"{option} names a column of --data, which is not given")
+    if options.answer_key is not None and options.template == _ENVIRONMENT:
+        raise UserError(
+            "--answer-key: --template environment has no reward that reads answers; leave it out, and read "
+            "the column in `start` of environment.py")
     key = options.answer_key
     if key is not None and (not key.isidentifier() or keyword.iskeyword(key) or key in _TAKEN):
         raise UserError(

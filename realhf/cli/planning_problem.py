@@ -22,7 +22,14 @@ from realhf.calls import (
     longest_response,
 )
 from realhf.cluster import Cluster
-from realhf.data.dataset import IS_CHOSEN, DatasetConfig, DatasetMixture, completion_columns, reads_pairs
+from realhf.data.dataset import (
+    IS_CHOSEN,
+    START_IDS,
+    DatasetConfig,
+    DatasetMixture,
+    completion_columns,
+    reads_pairs,
+)
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.row_files import is_of_hub
 from realhf.data.rows import load_rows
@@ -251,7 +258,8 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
     dataset = experiment.dataset
     inputs = experiment.graph().inputs
-    keys = [key for key in ("prompt_ids", "sequence_ids", IS_CHOSEN) if key == "prompt_ids" or key in inputs]
+    prompt = START_IDS if START_IDS in inputs else "prompt_ids"
+    keys = [prompt, *(key for key in ("sequence_ids", IS_CHOSEN) if key in inputs)]
     try:
         rows = [load_rows(part, keys)[:_ROWS] for part in dataset.parts]
     except ValueError as error:

@@ -14,7 +14,11 @@ IS_CHOSEN = "is_chosen"
 2i and 2i + 1 are then the chosen and the rejected completion of prompt i."""
 DATASET_ROW = "dataset_row"
 """Key of a graph for the number of a sample's row in the data set, counted from 0."""
-LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask", IS_CHOSEN, DATASET_ROW)
+START_IDS = "start_ids"
+"""Key of a graph that plays its rows in environments: the tokens of the prompt, in whose place comes what an
+environment's start says. So rows need no prompt; that of a row without one is empty."""
+LOADER_KEYS = (
+    "prompt_ids", START_IDS, "prompt", "sequence_ids", "response_mask", IS_CHOSEN, DATASET_ROW)
 """Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
 """Prefix of a column's key in a graph, if the graph uses the column's name for something else."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realhf.data.batch import Batch, Packed
-from realhf.data.dataset import DatasetConfig, DatasetMixture, reads_pairs
+from realhf.data.dataset import START_IDS, DatasetConfig, DatasetMixture, reads_pairs
 from realhf.data.light_tokenizer import LightTokenizer, panics_as_errors
 from realhf.data.order import (
     NoRowError,
@@ -29,7 +29,8 @@ from realhf.user_input.files import require_regular_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DTYPES = {"prompt_ids": torch.long, "sequence_ids": torch.long, "response_mask": torch.float32}
+_DTYPES = {
+    **dict.fromkeys(("prompt_ids", START_IDS, "sequence_ids"), torch.long), "response_mask": torch.float32}
 """Types of the token-level columns."""
 
 

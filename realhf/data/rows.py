@@ -13,6 +13,7 @@ import numpy as np
 from realhf.data.conversations import IS_WHOLE, conversation_fault, find_conversation, pair_fault
 from realhf.data.dataset import (
     SOURCE,
+    START_IDS,
     DatasetConfig,
     completion_columns,
     dataset_name,
@@ -61,10 +62,12 @@ class DatasetRows:
     def __init__(
         self, config: DatasetConfig, *, columns: Sequence[str] = (), completions: Sequence[str] = (),
         blank: Collection[str] = (), source: str | None = None, row_faults: Sequence[RowFault] = (),
+        needs_prompt: bool = True,
     ) -> None:
         """Rows must have the `columns`; `completions` are the columns among these that have completions.
 
-        Columns in `blank` are None where they are missing. `source` is the value of the column SOURCE.
+        Columns in `blank` are None where they are missing. Unless a row `needs_prompt`, its prompt is then
+        empty. `source` is the value of the column SOURCE.
         """
         self.config = config
         self._columns = list(dict.fromkeys(columns))
@@ -72,6 +75,7 @@ class DatasetRows:
         self.blank = blank
         self._source = source
         self._row_faults = row_faults
+        self._needs_prompt = needs_prompt
         self._files = open_files(config)
         self._ends = np.cumsum([len(file) for file in self._files])
         if not self._ends[-1]:
@@ -125,6 +129,8 @@ class DatasetRows:
                     row, self.config, completions=self._completions, fills_nulls=has_other_types)
             except UserError as error:
                 raise UserError(f"{self.place(number)}: {error}") from error
+        if not self._needs_prompt and row.get(self.config.prompt_key) is None:
+            row[self.config.prompt_key] = ""
         for column in self._columns:
             if column not in row and column in self.blank:
                 row[column] = None
@@ -264,7 +270,7 @@ def open_rows(
         blank = {*extra_columns(mixture)} - {*extra_columns(config)}
     return DatasetRows(
         config, columns=needed_columns(config, keys), completions=completion_columns(config, keys),
-        blank=blank, source=source, row_faults=row_faults)
+        blank=blank, source=source, row_faults=row_faults, needs_prompt=START_IDS not in keys)
 
 
 _NUM_REPEATED = 8

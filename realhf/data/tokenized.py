@@ -13,6 +13,7 @@ from realhf.data.dataset import (
     DATASET_ROW,
     IS_CHOSEN,
     LOADER_KEYS,
+    START_IDS,
     DatasetConfig,
     column_of,
     completion_columns,
@@ -188,7 +189,7 @@ class RowTokenizer:
         if not completions:
             self._oddities.num_continued += texts.is_chat and is_continued(texts.prompt, None)
             self._oddities.num_questions += texts.is_question
-            return [{"prompt_ids": ids[of_prompt]}]
+            return [dict.fromkeys(("prompt_ids", START_IDS), ids[of_prompt])]
         samples: list[dict[str, Any]] = []
         sequences = self._sequences(texts, completions)
         for column, sequence in zip(texts.completions, sequences, strict=True):
@@ -411,7 +412,7 @@ class TokenizedRows:
 
     def _look_at(self, number: int, row: Mapping[str, Any], texts: RowTexts) -> None:
         self.doubtful.look_at(
-            number, row, prompt=None if texts.is_text else texts.own_prompt,
+            number, row, prompt=None if texts.is_text or not texts.own_prompt else texts.own_prompt,
             completions=texts.completions, is_chat=texts.is_chat)
         self._compared[number] = compared_with(texts)
 

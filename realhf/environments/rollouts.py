@@ -121,9 +121,11 @@ class EnvironmentTurnSourceFactory(TurnSourceFactory):
         for sample, (tokens, document) in (unfinished or {}).items():
             source.resume(sample, tokens, document, self._seed(sample, settings.seed))
         for sample, row in rows.items():
+            columns = {column_of(key): value for key, value in row.items()}
+            if columns.get("prompt") == "":  # That of a row that has none.
+                del columns["prompt"]
             source.start(
-                sample, {column_of(key): value for key, value in row.items()},
-                self._seed(sample, settings.seed),
+                sample, columns, self._seed(sample, settings.seed),
                 group=sample if environment.own_start else prompt_of(sample, self.group_size))
         if settings.budget is not None:  # Others are evaluations, or of runs without rounds.
             self.pool.close_left()

@@ -34,7 +34,7 @@ def made(request, tmp_path_factory):
 
 
 def test_every_template_is_tested():
-    assert template_names() == ["dpo", "grpo", "sft"]
+    assert template_names() == ["dpo", "environment", "grpo", "sft"]
 
 
 def test_a_new_experiment_is_sound_and_runs(made, monkeypatch, capsys):
@@ -80,6 +80,68 @@ def test_grpo_of_the_template_learns(tmp_path):
     subprocess.run(command, cwd=tmp_path / "new", env=env, check=True)
     summary = json.loads((tmp_path / "new" / "runs" / "experiment" / "summary.json").read_text())
     assert summary["eval_first"] < 0.2 and summary["eval_last"] > 0.7
+
+
+GAME_FILES = [
+    "experiment.py", "environment.py", "test_environment.py", "train.jsonl", "held_out.jsonl", "model/"]
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch, capsys):
+    """A new experiment with an environment, as the working directory."""
+    monkeypatch.delitem(sys.modules, "environment", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["init", str(tmp_path / "game"), "--template", "environment"]) == 0
+    assert "has an experiment with an environment of 9 files" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path / "game")
+    return tmp_path / "game"
+
+
+def test_a_new_experiment_with_an_environment_is_sound_and_runs(game, capsys):
+    assert main(["check", "experiment.py"]) == 0
+    captured = capsys.readouterr()
+    assert "the chat template is append-only" in captured.out and captured.err == ""
+    small = ["--steps", "2", "--batch_size", "4", "--group_size", "4", "--eval_dataset.max_rows", "4"]
+    assert main(["run", "experiment.py", "--nproc", "1", "--out", "out", *small]) == 0
+    rows = [json.loads(line) for line in Path("out/rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 16 and all(row["messages"][0]["role"] == "user" for row in rows)
+    cells = [line.split("|")[1] for line in Path("README.md").read_text().splitlines() if "| `" in line]
+    assert [word.strip("`,") for cell in cells for word in cell.split()] == GAME_FILES
+    assert all(Path(name).exists() for name in GAME_FILES)
+
+
+def test_its_tests_pass_and_can_fail(game):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    assert subprocess.run(command, env=env).returncode == 0
+    text = Path("environment.py").read_text()
+    Path("environment.py").write_text(text.replace("answer == str", "answer != str"))
+    assert subprocess.run(command, env=env, capture_output=True).returncode == 1
+
+
+@pytest.mark.slow
+def test_the_game_of_the_template_is_learned(game):
+    """Who looks once wins two of three games, and who looks twice wins all."""
+    command = [sys.executable, "-m", "realhf", "run", "experiment.py", "--nproc", "2", "--out", "out"]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPO)}, check=True)
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert summary["eval_first"] < 0.4 and summary["eval_last"] > 0.9
+
+
+def test_rows_and_model_of_ones_own_for_an_environment(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(f'{{"game": {i}, "ask": "?"}}\n' for i in range(30)))
+    given = ["--template", "environment", "--data", "rows.jsonl"]
+    assert main(["init", "own", *given, "--model", "some-org/some-model", "--prompt-key", "ask"]) == 0
+    assert "own/environment.py reads a column `game`" in capsys.readouterr().err
+    assert not Path("own/model").exists() and not Path("own/train.jsonl").exists()
+    monkeypatch.chdir("own")
+    monkeypatch.delitem(sys.modules, "environment", raising=False)
+    experiment = load_experiment("experiment.py")
+    assert experiment.actor.model == "some-org/some-model" and experiment.dataset.prompt_key == "ask"
+    assert len(read_rows(experiment.dataset)) == 27 and len(read_rows(experiment.eval_dataset)) == 3
+    assert main(["init", "other", *given, "--answer-key", "game"]) == 2
+    assert "has no reward that reads answers" in capsys.readouterr().err
 
 
 def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
@@ -179,7 +241,7 @@ def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
     [
         (["there"], ["there already has reward.py", "name another directory"]),
         (["file"], ["file is a file: name a directory"]),
-        (["new", "--template", "grop"], ["--template grop", "(did you mean grpo?)", "dpo, grpo, sft"]),
+        (["new", "--template", "grop"], ["--template grop", "(did you mean grpo?)", "dpo, environment, gr"]),
         (["new", "--data", "row.jsonl"], ["--data 'row.jsonl': there is no such file (did you mean rows"]),
         (["new", "--data", "rows.jsonl"],
          ["--data rows.jsonl: --template grpo reads a column 'answer', and row 2 has prompt, chosen"]),

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, column_of, reads_pairs
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, START_IDS, column_of, reads_pairs
 from realhf.data.light_tokenizer import normalized, unknown_token_id
 from realhf.data.tokenized import Compared, TokenizedDataset, TokenizedRows
 from realhf.graph import DataflowGraph
@@ -20,7 +20,7 @@ _PART_OF = re.compile(r"(?P<head>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.\w+"
 _SPLITS = {
     "training": {"train", "training"},
     "held-out": {"test", "testing", "validation", "valid", "val", "dev", "eval", "heldout"}}
-TOKENS = ("prompt_ids", "sequence_ids")
+TOKENS = ("prompt_ids", START_IDS, "sequence_ids")
 _WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 NO_CONTENT = ("prompt", "response_mask", DATASET_ROW)
 """Columns by which rows are not compared: they follow from the tokens, or every row has its own number."""
