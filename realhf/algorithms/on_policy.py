@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,7 +39,7 @@ from realhf.data.rows import extra_columns
 from realhf.environments.protocol import Environment
 from realhf.environments.rollout_rewards import ROLLOUT, RolloutRewards
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory, WorkerPool
-from realhf.environments.tool_calls import CALL_END
+from realhf.environments.turn_tokens import call_end_in
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
@@ -214,9 +215,12 @@ class OnPolicy(Experiment):
     def _turn_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return how turns are sampled, which may end with tool calls."""
         environment = self.used_environment()
-        if environment is None or not environment.ends_at_call or CALL_END in sampling.stop:
+        if environment is None or not environment.ends_at_call:
             return sampling
-        return replace(sampling, stop=(*sampling.stop, CALL_END))
+        end = call_end_in(self.tokenizer_dir(), json.dumps(self.dataset.chat_template_kwargs))
+        if end is None or end in sampling.stop:  # A template without such an end is refused in the run.
+            return sampling
+        return replace(sampling, stop=(*sampling.stop, end))
 
     @cached_property
     def _worker_pool(self) -> WorkerPool:

@@ -117,7 +117,7 @@ class Environment:
     ends the rollout."""
     ends_at_call: bool = False
     """Whether a turn ends with its first complete tool call, so that nothing made up can follow it; there are
-    no parallel calls then. The chat template must write `</tool_call>` after each call."""
+    no parallel calls then. The chat template must write a tag after each call, such as `</tool_call>`."""
     keep_thinking: bool = False
     """Whether the model goes on to see its earlier thinking where the chat template would leave it out. If
     not, such a template is refused, as the model would be trained on other texts than it is used with."""

@@ -51,8 +51,8 @@ from realhf.environments.protocol import (
     prompt_messages,
     rollout_seed,
 )
-from realhf.environments.tool_calls import CALL_END, AnswerParser
-from realhf.environments.turn_tokens import TemplateProof, TurnTokens, prove_append_only
+from realhf.environments.tool_calls import AnswerParser
+from realhf.environments.turn_tokens import TemplateProof, TurnTokens, call_end, prove_append_only
 from realhf.environments.workers import EnvironmentKey, EnvironmentWorkers, Reply, source_of
 from realhf.errors import UserError, shown, warn
 
@@ -176,11 +176,10 @@ class Template:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._by_tools:
             self.proof(uses_tools=bool(tools))
-            template = self._tokenizer.get_chat_template(tools=list(tools) or None) or ""
-            if self._ends_at_call and tools and CALL_END not in template:
+            if self._ends_at_call and tools and call_end(self._tokenizer, self._arguments) is None:
                 raise UserError(
-                    f"environment.ends_at_call is True: the chat template must write {CALL_END} after each "
-                    "call, and does not; leave it out")
+                    "environment.ends_at_call is True: the chat template must write a tag such as "
+                    "</tool_call> after each call, and does not; leave it out")
             turns = TurnTokens(
                 self._tokenizer, arguments=self._arguments, tools=tools, eos_token_ids=self._eos_token_ids)
             self._by_tools[key] = turns, AnswerParser(self._tokenizer, tools)

@@ -35,8 +35,6 @@ _PYTHON_TAG = "<|python_tag|>"
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
     "object": (dict,), "null": (type(None),)}
-CALL_END = "</tool_call>"
-"""What follows each call in the templates of Hermes, Qwen and others."""
 _MAX_OUTPUT = 4096
 """Most characters of a program's output that the Python tool returns, from the beginning and from the end."""
 

@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from realhf.data.light_tokenizer import continuation
+from realhf.data.light_tokenizer import LightTokenizer, continuation
 from realhf.data.sequence_tokens import TurnEnds, common_length, special_texts, turn_ends
 from realhf.data.tokenizer_process import render_chat
 from realhf.environments.protocol import ChatMessage
@@ -25,9 +26,15 @@ _MARK = "realhfMARK"
 _BREAK = "\U000f0003"
 """A character of private use. It breaks special tokens that a message contains, so that they stay text."""
 _QUESTION = {"role": "user", "content": "1"}
+_MOST_KEPT = 1024
+"""Conversations whose texts are kept."""
+_MOST_KEPT_CHARACTERS = 1 << 14
+"""Longer conversations are not kept."""
 _THINKING = re.compile(
     r"<think>.*?(?:</think>\s*|\Z)|<\|channel>thought.*?<channel\|>|"
     r"<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL)
+_LAST_TAG = re.compile(r"(<[^<>\s]+>)\s*(?:<[^<>]*)?\Z")
+"""Matches the last whole tag of a text that may break off within the next one."""
 _SWITCHES = {
     "preserve_thinking": True, "clear_thinking": False, "truncate_history_thinking": False,
     "keep_past_thinking": True}
@@ -53,6 +60,8 @@ class TurnTokens:
         self._arguments = dict(arguments or {})
         self._tools = list(tools) or None
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._rendered: dict[str, str] = {}
+        """Conversations as JSON -> what the template writes for them, the one used last at the end."""
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
@@ -125,9 +134,22 @@ class TurnTokens:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def render(self, messages: Sequence[ChatMessage], *, asks: bool) -> str:
-        """Return what the template writes for a whole conversation; `asks` adds a generation prompt."""
+        """Return what the template writes for a whole conversation; `asks` adds a generation prompt.
+
+        Many samples start alike, and many environments say the same again, so short texts are kept: the
+        process that renders takes milliseconds, in which nothing decodes.
+        """
+        key = json.dumps([messages, asks])
+        if key in self._rendered:
+            self._rendered[key] = self._rendered.pop(key)  # It is now the newest.
+            return self._rendered[key]
         how = {"tools": self._tools, "add_generation_prompt": asks, **self._arguments}
-        return render_chat(self._tokenizer, messages, **how)[0]
+        text = render_chat(self._tokenizer, messages, **how)[0]
+        if len(key) + len(text) <= _MOST_KEPT_CHARACTERS:
+            self._rendered[key] = text
+            if len(self._rendered) > _MOST_KEPT:
+                del self._rendered[next(iter(self._rendered))]
+        return text
 
     @cached_property
     def turn_ends(self) -> TurnEnds:
@@ -259,6 +281,38 @@ _WITH_TOOLS: dict[str, list[ChatMessage]] = {
     "thinking, two calls, their results and a question": [
         _ASK, _CALLS | {"reasoning_content": _THOUGHT}, *_RESULTS, _ANSWER, _AGAIN],
 }
+
+
+def call_end(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> str | None:
+    """Return the tag that the chat template writes after each tool call, such as </tool_call>.
+
+    None: it writes none, as one whose model says nothing but calls in such a turn.
+    """
+    turns = TurnTokens(tokenizer, arguments=arguments, tools=(_TOOL,))
+    for as_text in (False, True):  # Some templates want arguments as JSON text.
+        (first,) = _marked([_call(3)], as_text=as_text)["tool_calls"]
+        says: list[ChatMessage] = [
+            {"role": "assistant", "content": "", "tool_calls": calls}
+            for calls in ([first], [first, _call(4)])]
+        try:
+            alone, before_another = (
+                turns.render([_ASK, message], asks=False).partition(_MARK)[2] for message in says)
+        except ValueError:  # It may also refuse several calls.
+            continue
+        found = _LAST_TAG.search(alone[: common_length(alone, before_another)])
+        return None if found is None else found[1]
+    return None
+
+
+@lru_cache(maxsize=16)
+def call_end_in(directory: str, arguments: str) -> str | None:
+    """Return the same of a tokenizer's directory, given the further arguments of its template as JSON.
+
+    Where it is not known, it is that of most families.
+    """
+    if not (Path(directory) / "tokenizer.json").exists():
+        return "</tool_call>"
+    return call_end(LightTokenizer(directory), json.loads(arguments))
 
 
 def _with_one_call(chat: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -173,6 +173,17 @@ def test_an_environment_that_always_fails_is_refused(example, capsys, body, code
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("most", ["400", "None"])
+def test_rollouts_longer_than_the_model_was_made_for(example, capsys, most):
+    """The limit of whole rollouts is named; without one, they may fill the model's context."""
+    assert main(["check", str(example), "--environment.max_tokens", most]) == 0
+    err = capsys.readouterr().err
+    named = (
+        "actor.model was made for 256 positions (max_position_embeddings), but a sequence may have 401: 1 "
+        "from dataset and environment.max_tokens 400; its rollouts end with context_full before")
+    assert (named in err) == ("positions" in err) == (most == "400")
+
+
 def test_a_step_of_another_arity_is_refused(example, capsys):
     execute_file(example, name="guess_number_once")
     Path("mine.py").write_text(FAILING.format(parameters="self", body="return Turn(done=True)"))
@@ -277,7 +288,7 @@ def test_turns_may_end_at_calls(example):
         if is_legal:
             assert play(calls, {"prompt": "Add."}, "It is 5.", settings)["stop"] == "done"
         else:
-            with pytest.raises(UserError, match="must write </tool_call> after each call, and does not"):
+            with pytest.raises(UserError, match="must write a tag such as </tool_call> after each call"):
                 play(calls, {"prompt": "Add."}, "It is 5.", settings)
 
 

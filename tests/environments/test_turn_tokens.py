@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from realhf.data.light_tokenizer import LightTokenizer
-from realhf.environments.turn_tokens import TurnTokens, prove_append_only
+from realhf.environments.turn_tokens import TurnTokens, call_end, call_end_in, prove_append_only
 from realhf.errors import UserError
 from tests.tokenizers import byte_tokenizer, llama_tokenizer
 
@@ -118,6 +118,31 @@ def test_the_planted_template_is_shown_with_what_it_drops():
     assert difference.template.endswith("assistant\nIt is 5.")
     switch = prove_append_only(tokenizer("qwen3_6"), arguments={"preserve_thinking": True}, uses_tools=False)
     assert not any(d.conversation.startswith("thinking") for d in switch.differences)
+
+
+DEEPSEEK = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}\n```json\n"
+    "{{ c.function.arguments | tojson }}\n```<|callend|>{% endfor %}{{ '<|callsend|>' if m.tool_calls }}")
+
+
+@pytest.mark.parametrize(("name", "end"), [
+    ("hermes", "</tool_call>"), ("qwen2_5", "</tool_call>"), ("qwen3", "</tool_call>"), ("mistral", None),
+    ("glm4moe", "</tool_call>"), ("llama3_1", None), ("zephyr", None)])
+def test_the_end_of_a_call_is_found(name, end):
+    """In the text of two calls it comes twice."""
+    assert call_end(tokenizer(name)) == end
+    if end is not None:
+        calls = says("", tool_calls=[call | {"id": f"call{i}"} for i, call in enumerate(CALL["tool_calls"])])
+        text = TurnTokens(tokenizer(name), tools=TOOLS).render([user("Add."), calls], asks=False)
+        assert text.partition(calls["tool_calls"][0]["function"]["name"])[2].count(end) >= 2
+
+
+def test_the_end_of_a_call_in_a_form_of_its_own():
+    """As in DeepSeek's templates, where the arguments stand in a block of code."""
+    markers = ("<|im_end|>", "<|im_start|>", "<|call|>", "<|callend|>", "<|callsend|>")
+    directory = byte_tokenizer(markers, DEEPSEEK)
+    assert call_end(LightTokenizer(directory)) == call_end_in(str(directory), "{}") == "<|callend|>"
 
 
 @pytest.mark.parametrize(("name", "what"), [("counts", "user 2"), ("moving tools", "[AVAILABLE_TOOLS]")])

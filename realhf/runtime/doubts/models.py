@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from realhf.calls import longest_response
+from realhf.calls import Generate, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.checkpoint.tensor_files import INDEX, SCORE, SINGLE, has_two_sets, open_checkpoint
 from realhf.data.tokenized import TokenizedRows
 from realhf.experiment import Role
-from realhf.graph import DataflowGraph
+from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.families import KNOWN_FIELDS, misspelt
 from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.runtime.compile.actions import spec_of
@@ -142,12 +142,20 @@ def beyond_positions(
 ) -> Iterator[str]:
     """Yield warnings about sequences with more positions than a rotary model was made for."""
     new = longest_response(graph)
+    in_turns = {call.role: call.work_as(Generate) for call in graph.of_kind("generate") if _is_played(call)}
+    of_turn = max((work.sampling.max_new_tokens for work in in_turns.values()), default=new)
+    setting = "sampling.max_new_tokens" if new == of_turn else "environment.max_tokens"
     for role in graph.roles():
         limit = _positions(program.roles[role].config())
         if limit is not None and rows.longest + new > limit:
+            ends = "; its rollouts end with context_full before" if role in in_turns else ""
             yield (
                 f"{role}.model was made for {limit} positions (max_position_embeddings), but a sequence may"
-                f" have {rows.longest + new}: {rows.longest} from {name} and sampling.max_new_tokens {new}")
+                f" have {rows.longest + new}: {rows.longest} from {name} and {setting} {new}{ends}")
+
+
+def _is_played(call: FunctionCall) -> bool:
+    return call.work_as(Generate).environment is not None
 
 
 def _positions(config: ModelConfig) -> int | None:
