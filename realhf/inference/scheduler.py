@@ -58,7 +58,7 @@ class Prompt:
     waiting: list[BufferRow] = field(default_factory=list)  # Those that have their first token, but no slot.
     num_started: int = 0
     num_shared: int = 0
-    follows: bool = False  # Whether it goes on from an earlier turn.
+    follows: bool = False  # Whether it goes on from an earlier turn, or again where others can be parked.
 
     def __post_init__(self) -> None:
         # An empty prompt has no hidden state: its rows would continue the token of another prompt.
@@ -216,10 +216,13 @@ class Scheduler:
             prompt.num_cached = parked.num_cached
             prompt.num_shared = parked.num_shared
             prompt.num_started = parked.ordinal
-        place = next((i for i, other in enumerate(self._queued) if not other.follows), len(self._queued))
-        first_has_begun = self._queued and self._queued[0].blocks  # It then stays first.
         prompt.follows = True
-        self._queued.insert(max(place, int(bool(first_has_begun))), prompt)
+        self._insert(prompt, _num_followers(self._queued))
+
+    def _insert(self, prompt: Prompt, place: int) -> None:
+        """Insert a prompt into the queue, but not before one of which a part has been prefilled."""
+        first_has_begun = len(self._queued) > 0 and len(self._queued[0].blocks) > 0
+        self._queued.insert(max(place, int(first_has_begun)), prompt)
 
     def drop(self, row: BufferRow) -> None:
         """Release the blocks of a row that has been parked."""
@@ -275,7 +278,8 @@ class Scheduler:
                 continue
             copies += self._park_ready(prompt, parks)
             if prompt.waiting:
-                self._ready.append(prompt)
+                place = _num_followers(self._ready) if prompt.follows else len(self._ready)
+                self._ready.insert(place, prompt)
         return copies
 
     def end(self, rows: Collection[BufferRow], *, is_next_planned: bool = False) -> list[tuple[int, int]]:
@@ -349,16 +353,18 @@ class Scheduler:
         self._free_slots.append(slot)
         return self._running.pop(slot)
 
-    def _restart(self, row: BufferRow) -> None:
+    def _restart(self, row: BufferRow, *, has_run: bool = True) -> None:
+        """Queue a row to be computed again; one that `has_run` goes on before others begin."""
         self.num_restarts += 1
-        first_has_begun = self._queued and self._queued[0].blocks  # It then stays first.
-        self._queued.insert(1 if first_has_begun else 0, Prompt(self._history(row), [row]))
+        follows = has_run and self._takes_from_parked
+        place = 0 if has_run else _num_followers(self._queued)
+        self._insert(Prompt(self._history(row), [row], follows=follows), place)
 
     def _restart_waiting(self, prompt: Prompt) -> None:
         """Release the prompt's blocks and queue its waiting rows to be computed again."""
         self.blocks.release(prompt.blocks)
         for row in reversed(prompt.waiting):
-            self._restart(row)
+            self._restart(row, has_run=prompt.follows)
 
     def _restart_long_rows(self) -> None:
         if self._restart_at is not None:
@@ -454,21 +460,25 @@ class Scheduler:
         """Return chunks of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
         chunks: list[Chunk] = []
         budget = self._prefill_tokens
-        num_rows = len(self._running) + len(self._returning)
-        num_rows += sum(len(prompt.waiting) for prompt in self._ready)
+        num_first = len(self._running) + len(self._returning)
+        # Rows that go on get slots before those that begin, and do not wait for them.
+        num_first += sum(len(prompt.waiting) for prompt in self._ready if prompt.follows)
+        num_rows = num_first + sum(len(prompt.waiting) for prompt in self._ready if not prompt.follows)
         while budget > 0 and (self._queued or self._fetch(num_rows)):
             prompt = self._queued[0]
             left = len(prompt.tokens) - prompt.num_cached
             if chunks and left > budget:  # A prompt is split only if it is too long for any pass.
                 break
             needs = num_blocks(len(prompt.tokens), self._tables.block_size) - len(prompt.blocks)
-            if needs > 0 and not self._admit(prompt, num_rows, needs=needs):
+            if needs > 0 and not self._admit(
+                prompt, num_first if prompt.follows else num_rows, needs=needs, runs_alone=num_rows == 0):
                 break
             take = min(left, budget)
             chunks.append(Chunk(prompt, prompt.num_cached, prompt.num_cached + take))
             prompt.num_cached += take
             budget -= take
             num_rows += len(prompt.rows)
+            num_first += len(prompt.rows) * prompt.follows
             if prompt.num_cached == len(prompt.tokens):
                 self._queued.popleft()
         # Attention batches neighbours of equal length; chunks that continue a prompt stay first.
@@ -484,21 +494,33 @@ class Scheduler:
             self._queued.append(prompt)
         return bool(self._queued)
 
-    def _admit(self, prompt: Prompt, num_rows: int, *, needs: int) -> bool:
-        """Allocate blocks that the prompt still needs and return True, if a slot is free and enough blocks
-        remain to give one more to each of its rows that gets a slot."""
+    def _admit(self, prompt: Prompt, num_rows: int, *, needs: int, runs_alone: bool) -> bool:
+        """Allocate blocks that the prompt still needs and return True, if a slot is free besides `num_rows`
+        and enough blocks remain to give one more to each of its rows that gets a slot.
+
+        A row that goes on, or that `runs_alone`, takes the blocks of idle ones. Others begin only if blocks
+        are free.
+        """
         free_slots = self._tables.num_slots - num_rows
+        if free_slots <= 0:
+            return False
         size = self._tables.block_size
         is_shared = len(prompt.rows) > 1
         wants = needs + (min(len(prompt.rows), free_slots) if is_shared else 0)
-        while num_rows == 0 and self.blocks.num_free < wants and self._reclaim_idle_blocks(but=prompt):
+        takes = prompt.follows or runs_alone
+        while takes and self.blocks.num_free < wants and self._reclaim_idle_blocks(but=prompt):
             pass
-        if num_rows > 0 and (free_slots <= 0 or self.blocks.num_free < wants):
+        if not runs_alone and self.blocks.num_free < wants:
             return False
         num_shared = len(prompt.tokens) // size if is_shared else 0
         prompt.blocks += self.blocks.allocate(num_shared, to_share=True)
         prompt.blocks += self.blocks.allocate(needs - num_shared)
         return True
+
+
+def _num_followers(prompts: Sequence[Prompt]) -> int:
+    """Return how many of the prompts, from the first on, go on from an earlier turn."""
+    return next((i for i, prompt in enumerate(prompts) if not prompt.follows), len(prompts))
 
 
 @dataclass(frozen=True)

@@ -246,14 +246,18 @@ class _Estimate:
             host = live * turns.counts.mean * self.rates.efficiencies.turn_seconds
             # Rows that run share this work between turns, which takes time of decode steps.
             per_row = (observed + host) / (live * work.drawn_lengths.mean)
-            waiting = with_waits(
+            waiting, under_way = with_waits(
                 turns, rollout, lambda rows, tokens: rows_of(rows, tokens)[2] + per_row * rows,
-                tokens=work.lengths.mean, most_under_way=rank_rows.most_under_way * rank_rows.num_cohorts)
+                tokens=work.lengths.mean)
             waits = max(0.0, waiting - decode - observed - host)
+            # Rows that go on take the blocks of others that wait, which are then computed again.
+            lost = max(0.0, 1 - rank_rows.most_cached * rank_rows.num_cohorts / under_way) * returns
+            again = prefill / (waves * tokens) * lost / cohorts * (work.prompt_tokens + work.lengths.mean / 2)
             by_cause["prefill"] += observed
+            by_cause["restarts"] += again
             by_cause |= {_HOST: host, _ENVIRONMENTS: waits}
-            seconds += waits + observed + host
-            mean += waits + observed + host
+            seconds += waits + observed + host + again
+            mean += waits + observed + host + again
         mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
         return CallCost(seconds, by_cause, mean_share=mean / seconds)
 

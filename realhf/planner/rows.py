@@ -239,11 +239,10 @@ class RankRows:
         return _NORMAL.cdf(-spare / spread) * (self.work.prompt_tokens + _RESTARTED_SHARE * drawn)
 
     @property
-    def most_under_way(self) -> float:
-        """The rows of a cohort for which the cache has room while some of them wait for environments.
+    def most_cached(self) -> float:
+        """The rows of a cohort that the cache holds while some of them wait for environments.
 
-        The cache is as large as its slots need. No other row begins as long as it is full. A row that waits
-        has ended some of its turns, all equally probable.
+        It is as large as its slots need. A row that waits has ended some of its turns, all equally probable.
         """
         lengths = self.work.lengths
         turns = 1.0 if self.work.turns is None else self.work.turns.counts.mean

@@ -83,24 +83,27 @@ class Turns:
             self, lengths=self.lengths.scaled(factor), observation_tokens=self.observation_tokens * factor)
 
 
-def with_waits(
-    turns: Turns, rollout: Rollout, step_seconds: StepSeconds, *, tokens: float,
-    most_under_way: float = math.inf,
-) -> float:
-    """Return the expected seconds of decoding and waiting, of the slowest replica; 0 if nothing waits.
+class Waits(NamedTuple):
+    """The expected seconds of decoding and waiting, and the rows that run or wait at once."""
+
+    seconds: float
+    under_way: float
+
+
+def with_waits(turns: Turns, rollout: Rollout, step_seconds: StepSeconds, *, tokens: float) -> Waits:
+    """Return what waits make of a generation, of the slowest replica; 0 seconds if nothing waits.
 
     The `rollout` is what would be without waits. A whole one has so many `tokens` after its prompt, those of
-    its environment included. The cache has room for `most_under_way` rows that run or wait at once.
+    its environment included.
     """
     slots = min(rollout.slots, rollout.num_rows)
     if turns.seconds == 0:
-        return 0.0
+        return Waits(0.0, slots)
     one, full = step_seconds(np.array([1.0, slots]), np.full(2, tokens / 2))
     turn_seconds = turns.lengths.mean * full
     # Rows begin until each slot has one that runs. The next ones get their first slots one after the other,
     # each after a turn of another row.
-    under_way = min(rollout.num_rows, slots * (1 + turns.seconds / turn_seconds))
-    under_way = max(slots, min(under_way, most_under_way))
+    under_way = max(slots, min(rollout.num_rows, slots * (1 + turns.seconds / turn_seconds)))
     # A few that are left over find slots in between, and so make no wave of their own.
     waves = rollout.num_rows / under_way
     if waves % 1 < _FEW_LEFT:
@@ -113,7 +116,7 @@ def with_waits(
     longer = _with_wait(turns.counts, turns.lengths, round(_GRID**power))
     steps = decode_steps(rollout._replace(lengths=longer.lengths, slots=under_way))
     seconds_K = _seconds(turns, steps, longer, step_seconds, slots=slots, tokens=tokens)
-    return steps.of_slowest(seconds_K)[0] + delay
+    return Waits(steps.of_slowest(seconds_K)[0] + delay, under_way)
 
 
 class _LongerRows(NamedTuple):

@@ -15,9 +15,11 @@ from realhf.environments.protocol import Environment
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory, WorkerPool
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
+from realhf.inference.kv_cache import BlockTables
 from realhf.inference.sampling import stream_seed, uniform
-from realhf.inference.scheduler import Scheduler
+from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.layout import Layout, even_split
+from realhf.models.kv_blocks import num_blocks
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from tests.engine.reference import plain_model
@@ -429,3 +431,63 @@ def test_a_broken_environment_ends_its_own_rollout(directory, on_failure):
     rewards = [sum(sum(t["rewards"].values()) for t in r["turns"]) for r in made["rollout"]]
     assert rewards == [1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.0]
     assert all(mask.sum() > 0 for mask in made["mask"].split())
+
+
+def steps_of_turns(
+    *, group, num_rows, num_slots, room, delay, start=10, turn=12, observed=4, turns=4, block=8
+):
+    """Return the decode steps, and the prefilled tokens, in which rows take all of their turns.
+
+    Rows come in groups, the cache has room for `room` whole ones, and an environment answers after `delay`
+    steps.
+    """
+    whole = start + turns * (turn + observed)
+    tables = BlockTables(
+        num_slots=num_slots, num_blocks=room * num_blocks(whole, block), block_size=block,
+        blocks_per_row=num_blocks(whole, block) + 1)
+    made = {row: [] for row in range(num_rows * turns)}  # Each turn is a row of its own.
+    before = {row: list(range(start)) for row in range(num_rows)}
+    prompts = [Prompt(list(range(start)), [*range(at, at + group)]) for at in range(0, num_rows, group)]
+    scheduler = Scheduler(
+        prompts, tables=tables, prefill_tokens=8192, history=lambda row: before[row] + made[row],
+        may_go_on=lambda row: True, takes_from_parked=True)
+    answers = []
+    steps = computed = 0
+    while scheduler.parked or answers or not scheduler.is_idle:
+        for _, row in [answer for answer in answers if answer[0] <= steps]:
+            answers.remove((_, row))
+            if row + num_rows >= len(made):
+                scheduler.drop(row)
+                continue
+            before[row + num_rows] = before[row] + made[row] + [0] * observed
+            scheduler.continue_parked(Prompt(before[row + num_rows], [row + num_rows]), row)
+        steps += 1
+        assert steps < 20_000
+        if (step := scheduler.plan()) is None:
+            continue
+        tables.advance()
+        computed += sum(chunk.stop - chunk.start for chunk in step.chunks)
+        for row in step.rows:
+            made[row].append(1)
+        stopped = [len(made[row]) == turn for row in step.rows]
+        scheduler.count(stopped)
+        answers += [(steps + delay, row) for row, stops in zip(step.rows, stopped, strict=True) if stops]
+    assert all(len(tokens) == turn for tokens in made.values())
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+    return steps, computed
+
+
+@pytest.mark.parametrize("delay", [1, 30])
+@pytest.mark.parametrize("group", [4, 64])
+def test_parked_rows_that_fill_the_cache_leave_no_slots_empty(group, delay):
+    """Rows that go on take the blocks of others that wait, also where a group has more rows than slots.
+
+    Decoding alone takes a step for each token of all slots. With enough memory nothing is computed again, and
+    else at most the histories of all rows that go on.
+    """
+    many = {"group": group, "num_rows": 64, "num_slots": 16, "delay": delay}
+    alone = 64 * 4 * 12 / 16
+    plenty, once = steps_of_turns(room=64, **many)
+    few, again = steps_of_turns(room=16, **many)
+    assert plenty < 1.25 * alone and few < 1.25 * alone
+    assert once == 64 // group * 10 + 64 * 3 * 5 and once < again < once + 64 * sum((22, 38, 54))

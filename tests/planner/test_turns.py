@@ -15,13 +15,17 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
+from realhf.models.model_config import ModelConfig
 from realhf.planner import report
 from realhf.planner.call_cost import call_cost
 from realhf.planner.lengths import geometric, long_tail, observed
 from realhf.planner.make import price
+from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
+from realhf.planner.rows import RankRows
 from realhf.planner.slowest_replica import Rollout
 from realhf.planner.turns import Turns, with_waits
+from tests.environments.test_generation import steps_of_turns
 
 
 def simulated(rng, turns, *, rows, slots, step_seconds):
@@ -86,7 +90,7 @@ def test_waits_are_those_of_a_simulation(case, steps):
 
 def _priced(turns, rows, slots, steps):
     rollout = Rollout(turns.drawn, 1, rows, slots, 1, False, 1)
-    return with_waits(turns, rollout, lambda rows, _: STEPS[steps](rows), tokens=turns.drawn.mean)
+    return with_waits(turns, rollout, lambda rows, _: STEPS[steps](rows), tokens=turns.drawn.mean).seconds
 
 
 def test_the_slowest_replica_counts():
@@ -95,7 +99,7 @@ def test_the_slowest_replica_counts():
     each = [simulated(rng, turns, rows=32, slots=32, step_seconds=STEPS["a GPU"]) for _ in range(64)]
     rollout = Rollout(turns.drawn, 1, 32, 32, 8, False, 1)
     found = with_waits(
-        turns, rollout, lambda rows, _: STEPS["a GPU"](rows), tokens=turns.drawn.mean)
+        turns, rollout, lambda rows, _: STEPS["a GPU"](rows), tokens=turns.drawn.mean).seconds
     assert found == pytest.approx(np.reshape(each, (8, 8)).max(axis=1).mean(), rel=0.08)
 
 
@@ -220,12 +224,31 @@ def test_waits_and_observations_are_parts_of_the_price(tmp_path):
     assert long - prompts == pytest.approx(2 * (short - prompts), rel=0.1)  # One more token is drawn.
 
 
-def test_a_small_cache_lets_few_rows_begin(tmp_path):
-    problem = _problem(tmp_path, turns=4, response_tokens=100, env_seconds=30)
-    work = replace(problem.workloads["actor_generate"], max_rows=4)
-    small = replace(work, kv_cache_gib=1e-2)
-    (of_small, of_large) = (_cost(problem, one).seconds_by_cause["environments"] for one in (small, work))
-    assert of_small > 1.3 * of_large  # Rows wait one after the other.
+def test_rows_that_find_no_room_while_they_wait_are_computed_again(tmp_path):
+    """With few slots and long waits, all 32 rows are under way; the cache is as large as the slots need."""
+    problem = _problem(tmp_path, turns=4, response_tokens=100, env_seconds=1000)
+    few = replace(problem.workloads["actor_generate"], max_rows=4)
+    (of_few, of_all) = (_cost(problem, replace(few, max_rows=rows)).seconds_by_cause for rows in (4, 32))
+    assert "restarts" not in of_all
+    rank_rows = RankRows(problem.roles["actor"], few, Layout.parse("d1@0").strategy, False)
+    per_token = of_few["prefill"] / (8 * 20)  # Without observations, prompts alone are prefilled.
+    again = (1 - rank_rows.most_cached / 32) * 32 * 3 * (20 + few.lengths.mean / 2)
+    assert of_few["restarts"] == pytest.approx(per_token * again, rel=0.5)
+
+
+@pytest.mark.parametrize("room", [16, 24])
+def test_what_is_computed_again_is_as_in_the_scheduler(room):
+    """64 rows of four turns, each of 96 tokens, share 16 slots and a cache of `room` whole rows."""
+    sizes = {"start": 80, "turn": 96, "observed": 32, "block": 64}
+    many = {"group": 4, "num_rows": 64, "num_slots": 16, "delay": 240}
+    computed, once = (steps_of_turns(room=rows, **many, **sizes)[1] for rows in (room, 64))
+    turns = Turns(observed([4]), observed([96]), 32.0)
+    work = Workload(64, 80, 480, 512, 4, max_rows=room, turns=turns, response_lengths=turns.whole(512))
+    role = ModelRole(ModelConfig.load("qwen2.5-0.5b"))
+    cached = RankRows(role, work, Layout.parse("d1@0").strategy, False).most_cached
+    under_way = 16 * (1 + 240 / 96)
+    expected = (1 - cached / under_way) * 64 * 3 * (80 + work.lengths.mean / 2)
+    assert computed - once == pytest.approx(expected, rel=0.25)
 
 
 def test_plans_show_turns_and_waits(tmp_path):
