@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from realhf.algorithms.advantages import SampleAdvantages
 from realhf.calls import Generate, HostFunction, TrainStep, TurnSettings, is_own
 from realhf.data.dataset import DatasetConfig
-from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.light_tokenizer import LightTokenizer, unknown_token_id
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
 from realhf.environments.rollout_rewards import rewards_by_name
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
@@ -132,14 +132,16 @@ def try_out(program: Program) -> Trial:
     warnings = warnings_of(program, rows, held_out)
     warnings += _try_rewards(program, rows, held_out)
     warnings += _try_losses(program, rows, directory)
-    played = _play(program, rows, warnings)
+    played = _play(program, rows, warnings, tokenizer)
     ids = rows.parts[0].rows[0]["prompt_ids"] if played is None else played.start
     first = FirstPrompt(tokenizer.decode(ids), len(ids))
     learned = _first_learned(rows.parts[0].rows[0], program.graph, tokenizer)
     return Trial(warnings, sum(part.num_in_file for part in rows.parts), first, learned, played)
 
 
-def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollout | None:
+def _play(
+    program: Program, rows: MixedRows, warnings: list[str], tokenizer: LightTokenizer
+) -> PlayedRollout | None:
     """Play a rollout with the environment of the graph, if there is one; add to the warnings.
 
     Raises UserError if its chat template is not append-only, or if the environment does not start, fails
@@ -169,8 +171,24 @@ def _play(program: Program, rows: MixedRows, warnings: list[str]) -> PlayedRollo
             raise UserError(f"{failure}; check answered {said!r}, and then {answers}: each rollout failed")
         warnings.append(f"{failure}; check always answered {said!r}")
     warnings.extend(rollout["notes"])
+    warnings.extend(_unknown_text(rollout, tokenizer))
     return PlayedRollout(
         said, rollout["start"], len(rollout["turns"]), rollout["stop"], rewards_by_name(rollout))
+
+
+def _unknown_text(rollout: Mapping[str, Any], tokenizer: LightTokenizer) -> Iterator[str]:
+    """Yield a warning if an environment's messages have text that the tokenizer does not know."""
+    unknown_id = unknown_token_id(tokenizer)
+    said = [i for turn in rollout["turns"] for i in range(turn["start"], turn["stop"])]
+    tokens = [token for i, token in enumerate(rollout["tokens"]) if i not in said]
+    if unknown_id is None or unknown_id not in tokens:
+        return
+    texts = [str(message["content"]) for message in rollout["messages"] if message["role"] != "assistant"]
+    unknown = [char for char in sorted(set("".join(texts))) if unknown_id in tokenizer.encode(char)]
+    shown = f", such as {unknown[0]!r}" if unknown else ""
+    yield (
+        f"the tokenizer does not know all that the environment said when check played it{shown}: the model "
+        f"reads {tokens.count(unknown_id)} unknown tokens")
 
 
 def _first_learned(

@@ -358,6 +358,10 @@ class EnvironmentTurnSource(TurnSource):
         self._by_key[rollout.key] = rollout
         self._waiting.add(rollout.sample)
 
+    def tokens(self, sample: SampleId) -> list[int]:
+        """Return the tokens of a sample so far."""
+        return self._rollouts[sample].tokens
+
     def notes(self) -> tuple[str, ...]:
         """Return sentences about what may surprise in the chat template."""
         return self._template.proof(uses_tools=False).notes
@@ -637,7 +641,8 @@ def play(
 ) -> dict[str, Any]:
     """Return a rollout in which a stub always says the same text.
 
-    It also has `start`, the tokens that the model reads first, and `notes` about the chat template.
+    It also has its `tokens`, the `start` of them, which the model reads first, and `notes` about the chat
+    template.
     """
     sample = SampleId(0)
     source = factory.start({sample: row}, settings)
@@ -651,4 +656,4 @@ def play(
         for limit in filter(None, limits):
             source.turn_ended(sample, tokens[:limit], finished=len(tokens) <= limit)
     (rollout,), _ = source.results([sample])
-    return rollout | {"notes": source.notes(), "start": start}
+    return rollout | {"notes": source.notes(), "start": start, "tokens": source.tokens(sample)}

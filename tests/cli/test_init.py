@@ -110,6 +110,14 @@ def test_a_new_experiment_with_an_environment_is_sound_and_runs(game, capsys):
     assert all(Path(name).exists() for name in GAME_FILES)
 
 
+def test_text_that_the_tiny_model_does_not_know_is_told(game, capsys):
+    text = Path("environment.py").read_text()
+    Path("environment.py").write_text(text.replace("A coin", "Eine Münze"))
+    assert main(["check", "experiment.py"]) == 0
+    said = "does not know all that the environment said when check played it, such as 'ü'"
+    assert said in capsys.readouterr().err
+
+
 def test_its_tests_pass_and_can_fail(game):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
