@@ -8,11 +8,12 @@ BOXES = (1, 2, 3)
 
 
 class FindCoin:
-    """One of three boxes has a coin. The model may look into two of them, and then says which one it is."""
+    """One of three boxes has a coin. The model looks into one or two of them, and then says which it is."""
 
     def start(self, row: dict, seed: int) -> Start:
         """Begin a game. `row` is a row of the data; all samples of a row have the same seed."""
         self.coin = random.Random(seed).choice(BOXES)
+        self.has_looked = False
         return Start(f"A coin is in box 1, 2 or 3. Game {row['game']}.", tools=[self.look])
 
     def look(self, box: int) -> str:
@@ -21,6 +22,7 @@ class FindCoin:
         Args:
             box: The number of the box.
         """
+        self.has_looked = True
         return "coin" if box == self.coin else "empty"
 
     def step(self, message: dict) -> Turn:
@@ -35,4 +37,10 @@ class FindCoin:
         answer = message["content"].strip()
         if answer not in map(str, BOXES):
             return Turn("Say 1, 2 or 3.", reward=-0.1)
+        if not self.has_looked:
+            return Turn("Look first.", reward=-0.1)
         return Turn(reward=float(answer == str(self.coin)), done=True)
+
+    def finish(self, stop: str) -> Turn:
+        """Reward a game that is stopped without an answer, such as for `max_turns`."""
+        return Turn(reward=-0.3)

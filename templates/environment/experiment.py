@@ -22,10 +22,10 @@ experiment = GRPO(
     environment=Environment(
         FindCoin,
         max_turns=3,  # Messages of the model in a game.
-        max_tokens=1024 if MODEL else 48,  # Of a game after its start, those of the environment included.
+        max_tokens=1024 if MODEL else 64,  # Of a game after its start, those of the environment included.
     ),
-    sampling=SamplingConfig(max_new_tokens=256 if MODEL else 2),  # Of each turn.
-    loss=PolicyLossConfig(entropy_coef=0.0 if MODEL else 0.02),  # A random model must try many words.
+    sampling=SamplingConfig(max_new_tokens=256 if MODEL else 1),  # Of each turn.
+    loss=PolicyLossConfig(entropy_coef=0.0 if MODEL else 0.03),  # A random model must try many words.
     steps=100,
     batch_size=16,  # Rows per step.
     group_size=16,  # Games of each row, which start alike.

@@ -31,8 +31,10 @@ def test_the_coin_follows_from_the_seed():
     assert len({game.coin for game in games}) > 1
 
 
-def test_other_words_cost_something_and_get_an_answer():
+@pytest.mark.parametrize("text", ["hm", "2"])
+def test_other_words_and_guesses_cost_something_and_get_an_answer(text):
     game = FindCoin()
     game.start({"game": 1}, 0)
-    turn = game.step(says("hm"))
+    turn = game.step(says(text))
     assert turn.reward < 0 and not turn.done and turn.messages
+    assert game.finish("max_turns").reward < 0
