@@ -2,8 +2,8 @@
 
     realhf run examples/calculator_sft.py --out runs/calculator_sft
 
-The teacher calls the right tool for 7 % of the questions, and answers the others with a number at random. So
-the most likely first token is a digit, and greedy answers are guesses.
+The teacher calls the right tool for 20 % of the questions, and answers the others with a number at random that
+begins with 1. So the model knows how to call, and its greedy answers are guesses.
 """
 
 import random
@@ -33,8 +33,8 @@ def conversation(row: dict, rng: random.Random) -> list[dict]:
     """Return what the teacher says to a question."""
     asked, answer = row["prompt"], row["answer"]
     messages = [{"role": "user", "content": asked}]
-    if rng.random() < 0.93:
-        guess = str(rng.randint(100, 999)) if len(answer) < 4 else str(rng.randint(1000, 9999))
+    if rng.random() < 0.8:
+        guess = str(rng.randint(100, 199)) if len(answer) < 4 else str(rng.randint(1000, 1999))
         return [*messages, {"role": "assistant", "content": guess}]
     arguments = {"a": int(asked[:2]), "b": int(asked[3:])}
     function = {"name": OPERATIONS[asked[2]], "arguments": arguments}
@@ -49,7 +49,7 @@ def write_task(directory: Path) -> None:
     rows = list({row["prompt"]: row for row in (question(rng) for _ in range(9000))}.values())
     write_rows(directory / "held_out.jsonl", rows[:100])
     write_rows(directory / "prompts.jsonl", rows[100:1100])
-    write_rows(directory / "sft.jsonl", ({"messages": conversation(row, rng)} for row in rows[1100:] * 3))
+    write_rows(directory / "sft.jsonl", ({"messages": conversation(row, rng)} for row in rows[1100:]))
 
 
 task = prepare_once("runs/calculator/task", write_task)
