@@ -4,17 +4,17 @@ import random
 
 from realhf import Start, Turn
 
-BOXES = (1, 2, 3)
+BOXES = (1, 2)
 
 
 class FindCoin:
-    """One of three boxes has a coin. The model looks into one or two of them, and then says which it is."""
+    """One of two boxes has a coin. The model must look into one of them, and then say which it is."""
 
     def start(self, row: dict, seed: int) -> Start:
         """Begin a game. `row` is a row of the data; all samples of a row have the same seed."""
         self.coin = random.Random(seed).choice(BOXES)
         self.has_looked = False
-        return Start(f"A coin is in box 1, 2 or 3. Game {row['game']}.", tools=[self.look])
+        return Start(f"A coin is in box 1 or 2. Game {row['game']}.", tools=[self.look])
 
     def look(self, box: int) -> str:
         """Look into a box.
@@ -36,7 +36,7 @@ class FindCoin:
             return Turn(results, metrics={"calls": len(calls)})
         answer = message["content"].strip()
         if answer not in map(str, BOXES):
-            return Turn("Say 1, 2 or 3.", reward=-0.1)
+            return Turn("Say 1 or 2.", reward=-0.1)
         if not self.has_looked:
             return Turn("Look first.", reward=-0.1)
         return Turn(reward=float(answer == str(self.coin)), done=True)

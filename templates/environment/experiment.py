@@ -26,7 +26,7 @@ experiment = GRPO(
     ),
     sampling=SamplingConfig(max_new_tokens=256 if MODEL else 1),  # Of each turn.
     loss=PolicyLossConfig(entropy_coef=0.0 if MODEL else 0.03),  # A random model must try many words.
-    steps=100,
+    steps=60,
     batch_size=16,  # Rows per step.
     group_size=16,  # Games of each row, which start alike.
     eval_every=0 if HELD_OUT is None else 20,

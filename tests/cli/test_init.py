@@ -112,7 +112,7 @@ def test_a_new_experiment_with_an_environment_is_sound_and_runs(game, capsys):
 
 def test_text_that_the_tiny_model_does_not_know_is_told(game, capsys):
     text = Path("environment.py").read_text()
-    Path("environment.py").write_text(text.replace("A coin", "Eine Münze"))
+    Path("environment.py").write_text(text.replace("A coin", "Die Münze"))
     assert main(["check", "experiment.py"]) == 0
     said = "does not know all that the environment said when check played it, such as 'ü'"
     assert said in capsys.readouterr().err
@@ -129,11 +129,11 @@ def test_its_tests_pass_and_can_fail(game):
 
 @pytest.mark.slow
 def test_the_game_of_the_template_is_learned(game):
-    """Who looks once wins two of three games, and who looks twice wins all."""
+    """Who looks and says what follows from it wins all games, and who guesses then half of them."""
     command = [sys.executable, "-m", "realhf", "run", "experiment.py", "--nproc", "2", "--out", "out"]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPO)}, check=True)
     summary = json.loads(Path("out/summary.json").read_text())
-    assert summary["eval_first"] < 0.4 and summary["eval_last"] > 0.9
+    assert summary["eval_first"] < 0.0 and summary["eval_last"] > 0.9
 
 
 def test_rows_and_model_of_ones_own_for_an_environment(tmp_path, monkeypatch, capsys):
