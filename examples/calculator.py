@@ -42,4 +42,4 @@ experiment = GRPO(
     environment=Environment(tools=(add, multiply), max_turns=3, max_tokens=64),
     reward_function=exact,
     sampling=SamplingConfig(max_new_tokens=16),
-    steps=30, batch_size=16, group_size=16, eval_every=5)
+    steps=60, batch_size=16, group_size=16, eval_every=10)

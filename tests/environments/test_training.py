@@ -272,24 +272,26 @@ def test_what_was_refused_once_is_legal(example, changes):
     assert experiment.graph().of_kind("generate")
 
 
-def test_turns_may_end_at_calls(example):
-    """The stop text counts in training and in evaluations; a template that does not write it is refused."""
+@pytest.mark.parametrize(("name", "end"), [("hermes", "</tool_call>"), ("mistral", None)])
+def test_turns_may_end_at_calls(example, name, end):
+    """The end of calls counts in training and in evaluations; a template that writes none is refused."""
     execute_file(example, name="guess_number_once")
+    directory = str(byte_tokenizer(("<|im_end|>", "<|im_start|>"), OWN[name]))
     environment = Environment(tools=(players.tool_add,), ends_at_call=True)
-    experiment = _experiment(environment=environment, eval_dataset=Evaluation(
-        DatasetConfig("runs/guess_number/task/prompts.jsonl"), sampling=SamplingConfig(max_new_tokens=4)))
+    experiment = _experiment(
+        environment=environment, tokenizer=directory,
+        eval_dataset=Evaluation(
+            DatasetConfig("runs/guess_number/task/prompts.jsonl"), sampling=SamplingConfig(max_new_tokens=4)))
     for graph in (experiment.graph(), experiment.eval_graph()):
         (call,) = graph.of_kind("generate")
-        assert call.work.sampling.stop == ("</tool_call>",)
-    for template, is_legal in ((OWN["hermes"], True), (OWN["mistral"], False)):
-        directory = byte_tokenizer(("<|im_end|>", "<|im_start|>"), template)
-        calls = EnvironmentTurnSourceFactory(replace(players.TOOLS, ends_at_call=True), str(directory))
-        settings = TurnSettings(1, 400, 4000, [0])
-        if is_legal:
-            assert play(calls, {"prompt": "Add."}, "It is 5.", settings)["stop"] == "done"
-        else:
-            with pytest.raises(UserError, match="must write a tag such as </tool_call> after each call"):
-                play(calls, {"prompt": "Add."}, "It is 5.", settings)
+        assert call.work.sampling.stop == (() if end is None else (end,))
+    calls = EnvironmentTurnSourceFactory(replace(players.TOOLS, ends_at_call=True), directory)
+    settings = TurnSettings(1, 400, 4000, [0])
+    if end is not None:
+        assert play(calls, {"prompt": "Add."}, "It is 5.", settings)["stop"] == "done"
+    else:
+        with pytest.raises(UserError, match="must write a tag such as </tool_call> after each call"):
+            play(calls, {"prompt": "Add."}, "It is 5.", settings)
 
 
 def _rollout(rewards, **changes):
