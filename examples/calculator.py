@@ -36,10 +36,10 @@ def exact(completions: list[str], answer: list[str]) -> list[float]:
 
 task = prepare_once("runs/calculator/task", write_task)
 experiment = GRPO(
-    actor=Role("runs/calculator_sft/hf/step_400", optimizer=OptimizerConfig(lr=1e-3)),
+    actor=Role("runs/calculator_sft/hf/step_800", optimizer=OptimizerConfig(lr=1e-3)),
     dataset=DatasetConfig(str(task / "prompts.jsonl")),
     eval_dataset=DatasetConfig(str(task / "held_out.jsonl")),
     environment=Environment(tools=(add, multiply), max_turns=3, max_tokens=64),
     reward_function=exact,
     sampling=SamplingConfig(max_new_tokens=16),
-    steps=60, batch_size=16, group_size=16, eval_every=10)
+    steps=40, batch_size=16, group_size=16, eval_every=10)

@@ -55,4 +55,4 @@ def write_task(directory: Path) -> None:
 task = prepare_once("runs/calculator/task", write_task)
 experiment = SFT(
     actor=Role(str(task / "model"), random_init=True, optimizer=OptimizerConfig(lr=5e-3, warmup_steps=20)),
-    dataset=DatasetConfig(str(task / "sft.jsonl")), steps=400, batch_size=64, log_every=50)
+    dataset=DatasetConfig(str(task / "sft.jsonl")), steps=800, batch_size=64, log_every=100)
