@@ -2,8 +2,8 @@
 
     realhf run examples/calculator_sft.py --out runs/calculator_sft
 
-The teacher calls the right tool for 20 % of the questions, and answers the others with a number at random that
-begins with 1. So the model knows how to call, and its greedy answers are guesses.
+The teacher calls the right tool for 20 % of the questions, and answers the others with a number at random
+that begins with 1. So the model knows how to call, and its greedy answers are guesses.
 """
 
 import random
