@@ -49,7 +49,7 @@ def write_task(directory: Path) -> None:
     rows = list({row["prompt"]: row for row in (question(rng) for _ in range(9000))}.values())
     write_rows(directory / "held_out.jsonl", rows[:100])
     write_rows(directory / "prompts.jsonl", rows[100:1100])
-    write_rows(directory / "sft.jsonl", ({"messages": conversation(row, rng)} for row in rows[1100:]))
+    write_rows(directory / "sft.jsonl", ({"messages": conversation(row, rng)} for row in rows[1100:] * 3))
 
 
 task = prepare_once("runs/calculator/task", write_task)

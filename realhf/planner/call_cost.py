@@ -242,7 +242,9 @@ class _Estimate:
         if work.turns is not None:
             turns = work.turns
             returns = live * turns.num_returns
-            observed = self._continued(returns, turns.observation_tokens + 1, float(num_steps_K.sum()))
+            num_steps = float(num_steps_K.sum())
+            history = work.prompt_tokens + work.lengths.mean / 2
+            observed = self._continued(returns, turns.observation_tokens + 1, num_steps, context=history)
             host = live * turns.counts.mean * self.rates.efficiencies.turn_seconds
             # Rows that run share this work between turns, which takes time of decode steps.
             per_row = (observed + host) / (live * work.drawn_lengths.mean)
@@ -252,7 +254,7 @@ class _Estimate:
             waits = max(0.0, waiting - decode - observed - host)
             # Rows that go on take the blocks of others that wait, which are then computed again.
             lost = max(0.0, 1 - rank_rows.most_cached * rank_rows.num_cohorts / under_way) * returns
-            again = prefill / (waves * tokens) * lost / cohorts * (work.prompt_tokens + work.lengths.mean / 2)
+            again = self._continued(lost, history, num_steps)
             by_cause["prefill"] += observed
             by_cause["restarts"] += again
             by_cause |= {_HOST: host, _ENVIRONMENTS: waits}
@@ -261,8 +263,8 @@ class _Estimate:
         mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
         return CallCost(seconds, by_cause, mean_share=mean / seconds)
 
-    def _continued(self, rows: float, tokens: float, most_passes: float) -> float:
-        """Return the seconds to prefill some tokens of each row, which come after others.
+    def _continued(self, rows: float, tokens: float, most_passes: float, *, context: float = 0.0) -> float:
+        """Return the seconds to prefill some tokens of each row, which come after `context` others.
 
         A GPU prefills them in passes of their own, one for each row or decode step. On a CPU they join the
         rows that decode, whose step is paid for, but for attention.
@@ -270,7 +272,6 @@ class _Estimate:
         if rows * tokens == 0:
             return 0.0
         work = self.work
-        context = work.prompt_tokens + work.lengths.mean / 2
         passes = max(1.0, rows * tokens / work.prefill_tokens)
         launches = 0.0
         if self.rates.cluster.device_type == "cuda":
