@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.tokenizer_process import render_chat
+from realhf.environments import turn_tokens
 from realhf.environments.turn_tokens import TurnTokens, call_end, call_end_in, prove_append_only
 from realhf.errors import UserError
 from tests.tokenizers import byte_tokenizer, llama_tokenizer
@@ -143,6 +145,17 @@ def test_the_end_of_a_call_in_a_form_of_its_own():
     markers = ("<|im_end|>", "<|im_start|>", "<|call|>", "<|callend|>", "<|callsend|>")
     directory = byte_tokenizer(markers, DEEPSEEK)
     assert call_end(LightTokenizer(directory)) == call_end_in(str(directory), "{}") == "<|callend|>"
+
+
+def test_texts_are_kept_until_others_take_their_places(monkeypatch):
+    """The same conversation has the same text; few are kept, and no long ones."""
+    monkeypatch.setattr(turn_tokens, "_MOST_KEPT", 2)
+    turns = TurnTokens(tokenizer("chatml"))
+    chats = {name: [user(name)] for name in ("a", "b", "c", "x" * turn_tokens._MOST_KEPT_CHARACTERS)}
+    for name in ("a", "b", "a", "c", *chats):
+        text, _ = render_chat(tokenizer("chatml"), chats[name], add_generation_prompt=True)
+        assert turns.render(chats[name], asks=True) == text != turns.render(chats[name], asks=False)
+    assert [len(text) < 100 for text in turns._rendered.values()] == [True, True]
 
 
 @pytest.mark.parametrize(("name", "what"), [("counts", "user 2"), ("moving tools", "[AVAILABLE_TOOLS]")])
