@@ -178,7 +178,7 @@ def draw(panels: dict[str, dict[str, list[list[tuple[int, float]]]]], path: Path
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(3.7 * columns, 2.8 * lines), layout="constrained")
-    every = figure.subplots(lines, columns, squeeze=False).flat
+    every = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes, (title, of_panel) in zip(every, panels.items(), strict=False):
         for name, curves in of_panel.items():
             steps = [step for step, _ in curves[0]]
@@ -190,7 +190,7 @@ def draw(panels: dict[str, dict[str, list[list[tuple[int, float]]]]], path: Path
         axes.set_xlabel("step", fontsize=9)
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right", fontsize=7)
-    for axes in list(every)[len(panels) :]:
+    for axes in every[len(panels) :]:
         axes.axis("off")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
