@@ -15,6 +15,8 @@ from typing import Any, Self
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals with which terminals and supervisors end a command."""
+SHOW_STACKS = signal.SIGUSR1
+"""The signal after which every rank of a run writes the stacks of its threads into the run directory."""
 _ACTIVE: list["SignalPipe"] = []
 _HAS_ENDED = threading.Lock()
 _PR_SET_PDEATHSIG = 1  # From Linux's prctl.h.
@@ -168,6 +170,19 @@ def signals_end_the_process(*signals: signal.Signals) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def on_signal(number: signal.Signals, act: Callable[[], None]) -> Iterator[None]:
+    """Call a function, in a thread, whenever this signal comes while the `with` block runs."""
+    with SignalPipe([number]) as pipe:
+        threading.Thread(target=_act_on_signals, args=(pipe, act), name="signals", daemon=True).start()
+        yield
+
+
+def ignore_until_later(number: signal.Signals) -> None:
+    """Let this signal, which would end the process, do nothing until there is a context that takes it."""
+    signal.signal(number, _ignore)
+
+
 def end_by_signal(number: signal.Signals, more: str = "") -> None:
     """Say which signal has ended this process, and end it, without waiting for anything."""
     if not _HAS_ENDED.acquire(blocking=False):  # Another thread says it.
@@ -181,6 +196,13 @@ def end_with_parent(ends: bool = True, *, by: signal.Signals = signal.SIGKILL) -
     """Let the system (Linux) send this process a signal when its parent has ended, or no longer."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by if ends else 0, 0, 0, 0)
+
+
+def _act_on_signals(pipe: SignalPipe, act: Callable[[], None]) -> None:
+    with suppress(EOFError):
+        while True:
+            for _ in pipe.read():
+                act()
 
 
 def _end_at_signal(pipe: SignalPipe) -> None:

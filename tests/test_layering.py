@@ -32,7 +32,7 @@ LAYERS = {
     "steps": 4.5,
     "experiment": 5,
     **dict.fromkeys(("algorithms", "environments", "rewards", "runtime", "scaling"), 6),
-    "profiling": 6.5,
+    **dict.fromkeys(("profiling", "report"), 6.5),
     **dict.fromkeys(("cli", "__main__"), 7),
     "python": 8,
 }
@@ -62,6 +62,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *(f"realhf.runtime.records.{name}" for name in ("rollout_file", "run_directory", "trackers")),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     *(f"realhf.cli.{name}" for name in ("planning_problem", "program", "init", "eval", "launch", "rollouts")),
+    "realhf.report", "realhf.cli.report",
     "realhf.signals", "realhf.python",
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
@@ -206,7 +207,7 @@ def test_modules_of_the_package_are_imported_by_statements():
     assert {module: names for module, names in named.items() if names} == {}
 
 
-LATE = ("torch", "scipy", "matplotlib", "triton", "megatron")
+LATE = ("torch", "scipy", "matplotlib", "plotly", "triton", "megatron")
 """Libraries that are slow to import or may be missing."""
 
 

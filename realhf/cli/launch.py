@@ -32,7 +32,7 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.errors import UserError, catch_exits
 from realhf.planner.problem import Problem
 from realhf.runtime.compile.program import Program
-from realhf.signals import ENDING, SignalPipe, blocked, end_with_parent
+from realhf.signals import ENDING, SHOW_STACKS, SignalPipe, blocked, end_with_parent, ignore_until_later
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
 """Environment variable of workers that our own launcher has started."""
@@ -60,6 +60,8 @@ class Job:
     """Whether errors are shown with the Python lines that led to them."""
     track: tuple[str, ...] = ()
     """The trackers that get the metrics."""
+    profile_steps: frozenset[int] = frozenset()
+    """The steps in which torch's profiler runs."""
     started_in: str | None = None
     """The directory in which the command was started, if the experiment file changes it."""
 
@@ -237,6 +239,7 @@ def _work(main: Callable[[], int], argv: Sequence[str], variables: dict[str, str
     It leaves ENDING to the launcher, which has them, too, if they are sent to all processes of a job.
     """
     SignalPipe(ENDING).__enter__()
+    ignore_until_later(SHOW_STACKS)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.environ.update(variables)
     faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
@@ -281,7 +284,7 @@ def launch(
     else 1. The first of ENDING that comes asks the workers to save and end; a second one ends them at once.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    with SignalPipe(ENDING) as signals:
+    with SignalPipe((*ENDING, SHOW_STACKS)) as signals:
         run = _LocalRun(argv, num_ranks, signals, _open_store_port(), run_id, directory)
         code = 1
         try:
@@ -342,7 +345,8 @@ class _LocalRun:
         """Return whether the server can fork workers; if not, a signal has come first, or it has ended."""
         ready, _, _ = select.select(self._sources, [], [])
         if self._signals.receiver in ready:
-            self.interrupted = next(iter(self._signals.read()), None)
+            ending = [number for number in self._signals.read() if number != SHOW_STACKS]
+            self.interrupted = next(iter(ending), None)
             return self.interrupted is None and self.wait_for_server()
         return self._receive() is not None
 
@@ -399,8 +403,11 @@ class _LocalRun:
             return None
 
     def _take_signals(self) -> bool:
-        """Ask the workers to save and end; or return True if they have been asked before."""
+        """Ask the workers to save and end, or to show stacks; return True if they were to end before."""
         for number in self._signals.read():
+            if number == SHOW_STACKS:
+                _send(self._channel, {"signal": int(number)})
+                continue
             if self.interrupted is not None:
                 return True
             self.interrupted = number

@@ -19,6 +19,7 @@ from realhf.cli import (
     profile,
     realloc,
     reference,
+    report,
     rollouts,
     run,
     scaling,
@@ -31,7 +32,7 @@ from realhf.user_input.suggest import nearest
 
 COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
-    "eval": evaluate, "rollouts": rollouts, "merge": merge, "init": init,
+    "eval": evaluate, "rollouts": rollouts, "report": report, "merge": merge, "init": init,
     "import": import_settings, "reference": reference}
 """Modules with HELP, EXAMPLES, `add_arguments` and `main(options, other words)`."""
 _OTHER_COMMANDS = {

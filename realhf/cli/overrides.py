@@ -30,6 +30,21 @@ def option_names(parser: ArgumentParser) -> list[str]:
     return [action.option_strings[-1] for action in parser._actions if action.option_strings]
 
 
+_STEPS = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def step_numbers(text: str | None, *, option: str) -> frozenset[int]:
+    """Return the steps that an option names, as in `5-7,10`; none if it is not given."""
+    found: set[int] = set()
+    for part in () if text is None else text.split(","):
+        match = _STEPS.fullmatch(part.strip())
+        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not 1 <= first <= last:
+            raise UserError(f"{option} {text}: write steps from 1 on, such as 5-7 or 5,10")
+        found.update(range(first, last + 1))
+    return frozenset(found)
+
+
 def refuse_words(parser: ArgumentParser, words: Sequence[str]) -> None:
     """Raise UserError if a command that has no overrides is given words that it does not know."""
     if words:

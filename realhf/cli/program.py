@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from realhf.cli.experiment_file import line_of
 from realhf.cli.launch import LAUNCHER_PLAN, is_worker
@@ -16,7 +17,13 @@ from realhf.cluster import Cluster
 from realhf.errors import UserError, user_line
 from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment
+from realhf.planner.make import PricedPlan, price
 from realhf.planner.memory_account import MemoryAccount, MemoryCheck, require_fit
+from realhf.planner.problem import Problem
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates
+from realhf.planner.rates import Rates
+from realhf.planner.report import priced_document
 from realhf.realloc.links import Links
 from realhf.runtime.compile.program import PredictedMemory, Program, compile_evaluation, compile_program
 
@@ -147,23 +154,48 @@ def prove_here(experiment: Experiment, program: Program) -> tuple[MemoryCheck | 
             f"this machine has too little memory: {error}; --cluster checks for others") from error
 
 
-def predict_memory(
+def with_predictions(
     experiment: Experiment, program: Program, *, nproc: int | None, cluster: str | None, profile: str | None
-) -> PredictedMemory:
-    """Return the memory of the calls of a step on every rank.
+) -> Program:
+    """Return the program with the memory of its calls on every rank, and on rank 0 with what a step takes.
 
-    It is empty if the devices are unknown, of another kind or fewer than the ranks, or if the experiment
-    cannot be planned.
+    The memory is empty if the devices are unknown, of another kind or fewer than the ranks, or if the
+    experiment cannot be planned. Then, or if a layout has no price, `predicted` says why.
     """
+    memory: PredictedMemory = {}
     try:
         devices = cluster_at_hand(nproc=nproc, cluster=cluster, profile=profile)
-        is_here = devices.device_type == this_machine(nproc).device_type
-        if not is_here or devices.num_devices < program.num_ranks:
-            return {}
+        if devices.device_type != this_machine(nproc).device_type:
+            raise UserError("the cluster file describes devices of another kind than this run has")
+        if devices.num_devices < program.num_ranks:
+            raise UserError(f"the run has {program.num_ranks} ranks on {devices.num_devices} devices")
         problem = problem_of(experiment, devices)
-        memory = MemoryAccount(problem).of_plan(program.plan)
-    except (UserError, ValueError):
-        return {}
+        memory = _memory_of(problem, program)
+        predicted = {}
+        if os.environ.get("RANK", "0") == "0":
+            origin = profile or cluster or "the shipped description of this kind of machine"
+            rates = Rates(devices) if profile is None else ProfiledRates(Profile.load(profile), devices)
+            predicted = _step_of(price(problem, rates, program.plan)) | {
+                "origin": origin, "is_measured": profile is not None}
+    except (UserError, ValueError) as error:
+        predicted = {"missing": str(error)}
+    return dataclasses.replace(program, predicted_memory=memory, predicted=predicted)
+
+
+def _memory_of(problem: Problem, program: Program) -> PredictedMemory:
+    memory = MemoryAccount(problem).of_plan(program.plan)
     names = [call.name for call in problem.model_calls]
     ranks_of = {name: program.plan[name].layout.ranks for name in names}
     return {name: {rank: memory.bytes_by_use(rank, name) for rank in ranks_of[name]} for name in names}
+
+
+def _step_of(priced: PricedPlan) -> dict[str, Any]:
+    """Return the predicted step as JSON: the seconds of calls, and what runs when on which ranks."""
+    document = priced_document(priced)
+    calls = {name: {"seconds": call["seconds"], "limit": call["limit"]}
+             for name, call in document["calls"].items() if "seconds" in call}
+    activities = [{key: value if isinstance(value, str) else float(value) for key, value in entry.items()}
+                  for entry in document["timeline"]["activities"]]
+    return {
+        "step_seconds": float(document["step_seconds"]), "calls": calls, "activities": activities,
+        "idle": [round(float(share), 6) for share in document["timeline"]["idle"]]}

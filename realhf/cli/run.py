@@ -5,13 +5,13 @@ import os
 import sys
 import uuid
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
 from pathlib import Path
 
 from realhf.calls import Generate
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.launch import LAUNCHER_PLAN, Job, how_to_continue, is_worker, launch
-from realhf.cli.program import add_plan_argument, compile_experiment, predict_memory, prove_here
+from realhf.cli.overrides import step_numbers
+from realhf.cli.program import add_plan_argument, compile_experiment, prove_here, with_predictions
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory
 from realhf.environments.tool_calls import AnswerParser, schema_of
@@ -56,6 +56,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--cluster", help=text)
     text = "also send the metrics to wandb, mlflow or trackio; several joined by commas"
     add("--track", action="append", default=[], metavar="NAME", help=text)
+    text = "steps to record with torch's profiler, on every rank: 5-7; `realhf report --trace` joins them"
+    add("--profile-steps", metavar="STEPS", help=text)
     text = "seconds without a sign of life from a worker after which the run ends; default: 600"
     add("--timeout", type=float, default=600.0, metavar="S", help=text)
 
@@ -64,6 +66,7 @@ def main(options: Namespace, words: list[str]) -> int:
     """Train and return the exit code."""
     experiment = read_experiment(options, words, weights=True)
     track = tracker_names(options.track)
+    profiled = step_numbers(options.profile_steps, option="--profile-steps")
     in_worker = is_worker()
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
         raise UserError(
@@ -88,13 +91,12 @@ def main(options: Namespace, words: list[str]) -> int:
     if not in_worker:
         _check_tools(program.graph)
     if in_worker or num_ranks == 1:
-        predicted = predict_memory(
+        program = with_predictions(
             experiment, program, nproc=num_ranks, cluster=options.cluster, profile=options.profile)
-        program = replace(program, predicted_memory=predicted)
         if os.environ.get("RANK", "0") == "0" and options.cluster is None and options.profile is None:
             _warn_of_memory(experiment, program)
         job = Job(program, name, out, options.timeout, options.resume, options.traceback, track,
-                  options.started_in)
+                  profiled, options.started_in)
         from realhf.cli.worker import train
 
         return train(job)

@@ -40,7 +40,7 @@ from realhf.runtime.records.run_directory import (
     new_run_directory,
 )
 from realhf.runtime.trainer import Trainer
-from realhf.signals import ENDING, StopSignals
+from realhf.signals import ENDING, SHOW_STACKS, StopSignals, on_signal
 
 _M_TRIM_THRESHOLD = -1  # Both constants are from glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -90,9 +90,11 @@ def train(job: Job) -> int:
             return 0
         if run.checkpoint is not None and world.rank == 0:
             _say(_continues(job, world, run.out, run.checkpoint))
-        with StopSignals(*_stop_signals(job, world)) as stop:
+        stop_signals = StopSignals(*_stop_signals(job, world))
+        with on_signal(SHOW_STACKS, lambda: worker.show_stacks(world)), stop_signals as stop:
             trainer = Trainer(
-                job.program, world, out=run.out, checkpoint=run.checkpoint, stop=stop, track=job.track)
+                job.program, world, out=run.out, checkpoint=run.checkpoint, stop=stop, track=job.track,
+                profile_steps=job.profile_steps)
             begun = run.begin()
             result = trainer.run()
         if result.stopped_after is None:
@@ -213,6 +215,13 @@ class _Worker:
         return World(
             rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
             ranks_per_host=place.ranks_per_host, timeout_seconds=timeout_seconds, process=self.process)
+
+
+    def show_stacks(self, world: World) -> None:
+        """Write the stacks of this rank, and ask all others to do so."""
+        world.process.show_stacks(world.rank)
+        if self.heartbeat is not None:
+            self.heartbeat.ask_for_stacks()
 
 
 @contextmanager

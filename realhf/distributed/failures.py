@@ -271,6 +271,9 @@ class Heartbeat:
         self._next_sign = 0.0
         self._errors: set[str] = set()
         """Errors of this thread that have been printed."""
+        self._asks_for_stacks = threading.Event()
+        self._num_stacks = 0
+        """How often ranks have asked for stacks, as far as this one has answered."""
 
     def start(self) -> None:
         self._give_sign()
@@ -303,6 +306,7 @@ class Heartbeat:
         if difference := self._operations.exchange():
             self._end_for(difference, code=_USER_ERROR)
         self._rescue_if_asked()
+        self._show_stacks_if_asked()
         if time.monotonic() < self._next_sign:
             return
         self._next_sign = time.monotonic() + self._interval
@@ -346,6 +350,18 @@ class Heartbeat:
             self._process.rescue = None
             step = int(self._rescues.get(RESCUE))
             threading.Thread(target=rescue, args=(step,), name="rescue", daemon=True).start()
+
+    def ask_for_stacks(self) -> None:
+        """Let every rank write its stacks, soon; any thread may call this."""
+        self._asks_for_stacks.set()
+
+    def _show_stacks_if_asked(self) -> None:
+        """Pass this rank's wish for stacks on to all, and write those of this rank if any rank has one."""
+        asked = self._store.add("stacks", int(self._asks_for_stacks.is_set()))
+        self._asks_for_stacks.clear()
+        if asked > self._num_stacks:
+            self._num_stacks = asked
+            self._process.show_stacks(self._rank)
 
     def _give_sign(self) -> None:
         self._number += 1

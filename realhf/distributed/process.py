@@ -1,6 +1,7 @@
 """WatchedProcess: what its peers, its heartbeat and a person who watches the run see of this process."""
 
 import faulthandler
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,9 @@ from pathlib import Path
 
 from realhf.distributed.communicators import Communicators, Operation
 
+STACKS = "stacks"
+"""The folder of a run directory with the stacks of its ranks, for which a signal has asked."""
+_BETWEEN_STACKS_SECONDS = 5.0
 _MAX_TEXT = 400
 """Most characters of an operation's text that are kept."""
 RESCUE = "rescue"
@@ -50,6 +54,7 @@ class WatchedProcess:
         self.failures: Path | None = None
         """Directory in which `leave_record` writes; None until the run has one."""
         self._has_record = False
+        self._shown_at = -math.inf
         self.operations = OperationLog()
         """The operations of the step program that have not been compared with those of other ranks yet."""
         self.communicators = Communicators()
@@ -71,16 +76,33 @@ class WatchedProcess:
         if self.failures is None or self._has_record:
             return
         self._has_record = True
+        path = self.failures / f"rank_{rank}.txt"
         with suppress(OSError):
-            self.failures.mkdir(parents=True, exist_ok=True)
-            with (self.failures / f"rank_{rank}.txt").open("w") as file:
+            path.unlink(missing_ok=True)
+        self._add_stacks(path, f"rank {rank} ends: {why}", trace)
+
+    def show_stacks(self, rank: int) -> None:
+        """Add what this process is doing, and the Python stacks of its threads, to a file of the rank.
+
+        Nothing is written before the run has a directory, and twice within seconds, as several may ask.
+        """
+        if self.failures is None or time.monotonic() - self._shown_at < _BETWEEN_STACKS_SECONDS:
+            return
+        self._shown_at = time.monotonic()
+        path = self.failures.parent / STACKS / f"rank_{rank}.txt"
+        self._add_stacks(path, f"rank {rank} goes on")
+
+    def _add_stacks(self, path: Path, what: str, trace: str = "") -> None:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
                 when = time.strftime("%Y-%m-%d %H:%M:%S")
                 waits = "" if self.waits_for is None else f", waits for ranks {list(self.waits_for)}"
                 where = "".join(f", {text} for {seconds:.0f} s" for text, seconds in self.unfinished())
-                file.write(
-                    f"{when}: rank {rank} ends: {why}\nlast action: {self.place}{waits}{where}\n\n{trace}\n")
+                file.write(f"{when}: {what}\nlast action: {self.place}{waits}{where}\n\n{trace}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
+                file.write("\n")
 
     def note(self, text: str) -> None:
         """Set how far the present work is."""

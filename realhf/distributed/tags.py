@@ -9,7 +9,9 @@ CHECKPOINT = 2
 """What a rank has written of a checkpoint, sent to rank 0."""
 DECISION = 3
 """Rank 0's decision about what follows a step."""
-FIRST_INPUT = 4
+CLOCK = 4
+"""The time on a host, for rank 0."""
+FIRST_INPUT = 5
 """Inputs of calls. Each action of a program has its own tag, numbered from here."""
 PROFILED = 1 << 20
 """Samples that the profile sends to measure how long they take."""

@@ -298,13 +298,14 @@ class ReallocStats:
     """The traffic of one rank in one run.
 
     `senders` are the ranks that it receives from. `over_bound` is not measured: it is the time that the
-    schedule should take divided by its lower bound, both computed for the schedule's links.
+    schedule should take divided by its lower bound, `bound_seconds`, both computed for the schedule's links.
     """
 
     bytes_sent: int
     bytes_received: int
     over_bound: float
     senders: tuple[int, ...] = ()
+    bound_seconds: float = 0.0
 
 
 def agreed_links(world: World, links: Links | None) -> Links:
@@ -361,7 +362,8 @@ class Reallocator:
         self._what = f"reallocation of {role} from {source} to {target}"
         sent, received = (ports[self._rank] for ports in schedule.port_bytes)
         senders = {m.peer for messages in self.messages for m in messages if not m.sending}
-        self._stats = ReallocStats(sent, received, schedule.over_bound, tuple(sorted(senders)))
+        self._stats = ReallocStats(
+            sent, received, schedule.over_bound, tuple(sorted(senders)), schedule.bound_seconds)
 
     def run(self, source: Shards | None, target: Shards | None) -> ReallocStats:
         """Move the parameters and return this rank's traffic; see `post`. The host waits for the device."""

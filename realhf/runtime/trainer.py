@@ -1,15 +1,17 @@
 """Trainer: the step loop, which every rank runs. It knows nothing of the algorithm."""
 
 import gc
+import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from realhf.calls import Generate
 from realhf.checkpoint.hf import Beside
@@ -41,9 +43,11 @@ from realhf.runtime.execute.meters import (
 )
 from realhf.runtime.hooks import Hooks, Wishes, push_to_hub
 from realhf.runtime.journal import Journal
+from realhf.runtime.records.about import ABOUT, PROFILES, about_run, clocks_ahead
 from realhf.runtime.records.progress import Progress
 from realhf.runtime.records.recorder import Recorder
 from realhf.runtime.records.trackers import Ending
+from realhf.runtime.samples.digests import DigestTaker
 from realhf.runtime.samples.rollout_collector import DATASET_KEYS, logs_rollouts, make_collector
 from realhf.runtime.weights.model_store import ModelStore, config_fields, files_beside
 from realhf.signals import StopSignals
@@ -190,13 +194,14 @@ class Trainer:
     """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
     It continues after `checkpoint`, if there is one. It ends after the step in which `stop` is requested, or
-    with several ranks after the next one (see StepDecisions). `track` names the trackers of metrics.
+    with several ranks after the next one (see StepDecisions). `track` names the trackers of metrics,
+    `profile_steps` the steps in which torch's profiler runs.
     """
 
     def __init__(
         self, program: Program, world: World,
         *, out: Path | None = None, checkpoint: Checkpoint | None = None, stop: StopSignals | None = None,
-        quiet: bool = False, track: Sequence[str] = (),
+        quiet: bool = False, track: Sequence[str] = (), profile_steps: Collection[int] = (),
     ) -> None:
         """Read rows and models, then write. So faults in them leave the run directory as it was."""
         self._program = program
@@ -205,6 +210,7 @@ class Trainer:
         self._out = out
         self._is_main = world.rank == 0
         self._stop = stop
+        self._profile_steps = profile_steps
         self._configs = {name: role.config() for name, role in program.roles.items()}
         data = RunData(program, world, logs_rollouts=out is not None and logs_rollouts(program))
         if self._is_main and not quiet:
@@ -221,6 +227,14 @@ class Trainer:
         self._first_step = beginning.step
         writes = out if self._is_main else None
         self._recorder = None if writes is None else _recorder(program, writes, beginning.history, track)
+        clocks = clocks_ahead(world)
+        if self._recorder is not None:
+            self._recorder.start(
+                described(program.experiment) | {"roles": to_json(program.roles)}, program.plan,
+                about_run(
+                    program, device=_device_name(world.device), links=state.models.links, data=data.files,
+                    sources=data.sources, tokenizer=data.context.tokenizer_dir, clocks=clocks,
+                    earlier=beginning.history and beginning.history.absolute().parents[2] / ABOUT))
         self._progress = Progress(program, self._process) if self._is_main and not quiet else None
         meter = _meter(program, world.size, earlier=self._recorder.history if self._recorder else ())
         self._journal = Journal(
@@ -341,9 +355,10 @@ class Trainer:
         self._context.step = step
         self._process.step = f"step {step}/{experiment.steps}"
         self._executor.begin_step(is_last=is_last)
-        for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
-            with self._runner.one_step():
-                experiment.step(self._runner)
+        with self._profiled(step):
+            for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
+                with self._runner.one_step():
+                    experiment.step(self._runner)
         record = self._executor.take_record()
         evaluation = []
         if self._evaluates and (is_last or _is_multiple(step, experiment.eval_every)):
@@ -361,6 +376,19 @@ class Trainer:
         self._note_end(step)
         if exports or self._wishes.exports or self._wishes.stops:
             self._export(step)
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Let torch's profiler record a step that is to be profiled, and write its trace."""
+        if step not in self._profile_steps or self._out is None:
+            yield
+            return
+        on_cuda = [ProfilerActivity.CUDA] if self._world.device.type == "cuda" else []
+        with profile(activities=[ProfilerActivity.CPU, *on_cuda]) as profiler:
+            yield
+        path = self._out / PROFILES / f"step_{step}_rank_{self._world.rank}.json.gz"
+        path.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(path))
 
     def _note_end(self, step: int) -> None:
         if self._checkpointer is not None:
@@ -456,19 +484,25 @@ def _observations(program: Program, world: World, data: RunData, out: Path | Non
     Where ranks might take different ways through a step, the watcher is told each operation.
     """
     may_differ = program.experiment.has_own_program or program.experiment.max_lag > 0
+    digest_bytes = program.experiment.rollouts.digest_bytes
     return Observations(
         flops=flops_by_role(program.roles), predicted_memory=program.predicted_memory,
         failures=None if out is None else out / "failures",
         rollouts=None if out is None else make_collector(program, world, data.loader),
+        digests=DigestTaker(program, max_bytes=digest_bytes // world.size) if out and digest_bytes else None,
         note=world.process.operations.add if world.size > 1 and may_differ else None)
 
 
 def _recorder(program: Program, out: Path, history: Path | None, track: Sequence[str]) -> Recorder:
     """Return the writer of the run directory, which goes on from a file of metrics, if there is one."""
     most = program.experiment.rollouts.max_bytes if logs_rollouts(program) else 0
-    recorder = Recorder(out, history=history, max_rollout_bytes=most, track=track)
-    recorder.start(described(program.experiment) | {"roles": to_json(program.roles)}, program.plan)
-    return recorder
+    return Recorder(
+        out, history=history, max_rollout_bytes=most, track=track,
+        max_digest_bytes=program.experiment.rollouts.digest_bytes)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 def _meter(program: Program, num_ranks: int, *, earlier: Sequence[dict[str, float]]) -> ComputeMeter:

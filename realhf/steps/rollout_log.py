@@ -33,7 +33,10 @@ class RolloutLog:
     max_characters: int = 20_000  # Longer texts lose their middle.
     tokens: bool = False
     """Whether the token ids of each response are logged, with the response mask and the log-probs with which
-    the tokens were sampled, so that anyone can check them."""
+    the tokens were sampled, so that anyone can check them. Their advantages and versions are logged, too."""
+    digest_megabytes: int = 64
+    """Most megabytes of digests.jsonl, by which `realhf report` finds where two runs part; 0: it is not
+    written. When the file is full, the samples of later steps are left out."""
 
     def __post_init__(self) -> None:
         check_types(self, "rollouts.")
@@ -41,6 +44,8 @@ class RolloutLog:
             require(getattr(self, name) >= 0, f"rollouts.{name}", getattr(self, name), "not be negative")
         for name in ("every", "max_megabytes"):
             require(getattr(self, name) >= 1, f"rollouts.{name}", getattr(self, name), "be at least 1")
+        require(
+            self.digest_megabytes >= 0, "rollouts.digest_megabytes", self.digest_megabytes, "not be negative")
         require(self.max_characters >= 100, "rollouts.max_characters", self.max_characters, "be at least 100")
 
     @property
@@ -52,6 +57,11 @@ class RolloutLog:
     def max_bytes(self) -> int:
         """Most bytes of the file."""
         return self.max_megabytes * _MEGABYTE
+
+    @property
+    def digest_bytes(self) -> int:
+        """Most bytes of digests.jsonl."""
+        return self.digest_megabytes * _MEGABYTE
 
     def sampled(self, prompts: Sequence[int], *, step: int, seed: int) -> set[int]:
         """Return the numbers of those prompts of a batch that are logged in this step."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.checkpoint.run_state import Manifest
-from realhf.cli.program import predict_memory
+from realhf.cli.program import with_predictions
 from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
@@ -27,8 +27,7 @@ def _trainer(directory, out, *, start=None, predicts=False, plan=None, **changes
     experiment = make_experiment("grpo", directory, **settings)
     program = compile_program(experiment, plan, world_size=1)
     if predicts:
-        found = predict_memory(experiment, program, nproc=1, cluster=None, profile=None)
-        program = replace(program, predicted_memory=found)
+        program = with_predictions(experiment, program, nproc=1, cluster=None, profile=None)
     world = World()
     checkpoint = None if start is None else newest_checkpoint(world, [start])
     return Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True)

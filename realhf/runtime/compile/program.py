@@ -85,6 +85,9 @@ class Program:
     """Dtype -> FLOP/s of a device, as far as a cluster or profile file tells."""
     predicted_memory: PredictedMemory = field(default_factory=dict)
     """The memory that the planner counts for the calls of a step; empty if it is unknown."""
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    """What the planner predicts of a step, as JSON: its seconds and those of its calls, and its timeline; or
+    why it predicts nothing (`missing`). Only rank 0 has it."""
 
     @property
     def actions(self) -> tuple[Action, ...]:

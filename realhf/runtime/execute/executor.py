@@ -36,6 +36,7 @@ from realhf.runtime.compile.program import PredictedMemory
 from realhf.runtime.execute.host_call import Agreements, HostContext, call_host_function
 from realhf.runtime.execute.meters import MemoryMeter, generate_flops, pass_flops, sampled_tokens
 from realhf.runtime.records.step_record import Event, StepRecord
+from realhf.runtime.samples.digests import DigestTaker
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
 from realhf.runtime.samples.rollout_collector import RolloutCollector
 from realhf.runtime.samples.sample_store import SampleStore
@@ -80,6 +81,7 @@ class Observations:
     failures: Path | None = None
     """The directory for the samples of updates that were skipped."""
     rollouts: RolloutCollector | None = None
+    digests: DigestTaker | None = None
     note: Callable[[int, str, str], None] | None = None
     """Tells the watcher each operation: its number, its text, and the digest of all so far."""
 
@@ -344,6 +346,8 @@ class Executor:
         if self._last_read is None or self._last_read[0] != prompts:
             assert self._program.read is not None, "this rank holds the dataset"
             self._last_read = prompts, self._program.read(prompts)
+            if (digests := self._observed.digests) is not None:
+                self._record.digests += digests.of_rows(self._context.step, self._last_read[1])
         return self._last_read[1]
 
     def _reallocate(self, action: Reallocate) -> None:
@@ -432,7 +436,7 @@ class Executor:
             if call.work_as(Generate).cache_on_update == "keep":
                 self._samples.held_by_engine.add(call.name)
         if self._world.rank in action.layout.result_ranks:
-            self._samples.put(call.name, result.batch)
+            self._put(call.name, result.batch)
         if self._world.rank == action.layout.result_ranks[0]:
             names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
             self._record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
@@ -523,7 +527,13 @@ class Executor:
         if batch.ids:
             metrics = result.metrics.items()
             self._record.metrics += [(name, value, float(len(batch))) for name, value in metrics]
-        self._samples.put(call.name, result.batch)
+        self._put(call.name, result.batch)
+
+    def _put(self, call: str, batch: Batch) -> None:
+        """Store what a call has computed, and record its hashes."""
+        self._samples.put(call, batch)
+        if (digests := self._observed.digests) is not None:
+            self._record.digests += digests.of_call(call, batch)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from threading import Event, Thread
 from typing import Any
 
@@ -205,8 +206,16 @@ class Progress:
             self._live.stop()
 
     def _shown(self) -> Group:
-        below = filter(None, [self._score, str(self._process)])
+        below = filter(None, [self._score, self._outlook(), str(self._process)])
         return Group(*([self._table()] if self._rows else []), *below)
+
+    def _outlook(self) -> str:
+        """Return how long the steps that are left will take, at the pace of the newest ones."""
+        seconds = [metrics["timing_s/step"] for _, metrics in self._rows if "timing_s/step" in metrics]
+        left = self._program.experiment.steps - int(self._rows[-1][0].partition("/")[0]) if self._rows else 0
+        if not seconds or not left:
+            return ""
+        return f"{left} steps left, about {_duration(left * median(seconds))}"
 
     def _table(self) -> Table:
         """Return the table of the newest steps, with as many columns as fit into the terminal."""

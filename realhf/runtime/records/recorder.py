@@ -15,6 +15,8 @@ from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.compile.eval_program import SHOWN
+from realhf.runtime.records.about import ABOUT
+from realhf.runtime.records.digest_file import DIGESTS, DigestFile
 from realhf.runtime.records.pictures import draw_pictures
 from realhf.runtime.records.rollout_file import ROLLOUTS, RolloutFile, merged
 from realhf.runtime.records.step_record import StepRecord
@@ -44,11 +46,12 @@ class Recorder:
 
     def __init__(
         self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0,
-        track: Sequence[str] = (),
+        max_digest_bytes: int = 0, track: Sequence[str] = (),
     ) -> None:
         """`track` names the trackers that get the metrics.
 
-        rollouts.jsonl has at most `max_rollout_bytes`; with 0 it is not written.
+        rollouts.jsonl has at most `max_rollout_bytes`, and digests.jsonl about `max_digest_bytes`; with 0
+        they are not written.
         """
         self.directory = directory
         self._track = track
@@ -62,6 +65,7 @@ class Recorder:
             earlier = None if history is None else history.absolute().parents[2]
             self._evaluation_files = EvaluationFiles(directory, last=last, earlier=earlier)
             self._rollouts = self._open_rollouts(max_rollout_bytes, earlier)
+            self._digests = self._open_digests(max_digest_bytes, earlier)
 
     def _open(self) -> None:
         """Open all files, which begin with the records of earlier steps."""
@@ -93,11 +97,26 @@ class Recorder:
             (self.directory / ROLLOUTS).unlink(missing_ok=True)
         return None
 
-    def start(self, config: Mapping[str, Any], plan: ExecutionPlan) -> None:
+    def _open_digests(self, max_bytes: int, earlier: Path | None) -> DigestFile | None:
+        """Continue digests.jsonl after the last step of the history, if digests are written."""
+        path = self.directory / DIGESTS
+        if not max_bytes:
+            path.unlink(missing_ok=True)
+            return None
+        if earlier is not None and (earlier / DIGESTS).is_file() and not path.exists():
+            shutil.copyfile(earlier / DIGESTS, path)
+        last = self.history[-1]["step"] if self.history else 0
+        return DigestFile(path, max_bytes=max_bytes, last_step=last)
+
+    def start(
+        self, config: Mapping[str, Any], plan: ExecutionPlan, about: Mapping[str, Any] | None = None
+    ) -> None:
         """Write the settings, and begin to track the run. Raises UserError if that is impossible."""
         with _explained(self.directory):
             (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             plan.save(self.directory / "plan.yaml")
+            if about is not None:
+                (self.directory / ABOUT).write_text(json.dumps(about) + "\n")
             self._trackers = Trackers(
                 self._track, self.directory, config, history=self.history, times=self._ends)
 
@@ -113,6 +132,8 @@ class Recorder:
             self._timeline.flush()
             if self._rollouts is not None:
                 self._rollouts.add(step, merged(f for record in records for f in record.rollouts))
+            if self._digests is not None:
+                self._digests.add(step, [piece for record in records for piece in record.digests])
             self._tensorboard.write({"step": step, **metrics})
             if self._trackers is not None:
                 self._trackers.log({"step": step, **metrics})
@@ -139,6 +160,8 @@ class Recorder:
             self._tensorboard.close()
             if self._rollouts is not None:
                 self._rollouts.close()
+            if self._digests is not None:
+                self._digests.close()
             draw_pictures(self.directory)
         self.stop_tracking("finished")
 

@@ -18,7 +18,7 @@ _EASED = 0.75
 _FIELDS = (
     "sample", "prompt_number", "dataset_row", "score", "rewards", "extra", "length", "finished", "versions",
     "advantage", "stop", "turns", "environment_seconds", "failure", "prompt", "completion", "messages",
-    "columns", "token_ids", "response_mask", "logprobs")
+    "columns", "token_ids", "response_mask", "logprobs", "advantages", "token_versions")
 
 _Kind = tuple[int, bool]
 """The step of a line, and whether its row is followed."""

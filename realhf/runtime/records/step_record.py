@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
+from realhf.runtime.records.digest_file import DigestPiece
+
 _Size = Literal[
     "memory_bytes", "predicted_memory_bytes", "counted_bytes", "predicted_counted_bytes", "process_bytes",
     "predicted_process_bytes"]
@@ -70,6 +72,8 @@ class Event(EventOf):
     """The ranks that send to this one."""
     over_bound: NotRequired[float]
     """The schedule's ratio to its lower bound."""
+    bound_seconds: NotRequired[float]
+    """The schedule's lower bound, computed for the links that it was made for."""
 
 
 @dataclass
@@ -83,6 +87,8 @@ class StepRecord:
     events: list[Event] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     """This rank's descriptions of logged samples (see RolloutCollector)."""
+    digests: list[DigestPiece] = field(default_factory=list)
+    """Hashes of what this rank's calls have computed (see DigestTaker)."""
 
     def __post_init__(self) -> None:
         self._marks: list[tuple[Event, Any]] = []

@@ -153,7 +153,10 @@ class RolloutCollector:
             described.append(("completion", [self._log.shortened(text) for text in columns["completion"]]))
         described += self._described_responses(columns, context)
         if _ADVANTAGES in columns:
-            described.append(("advantage", [_mean_advantage(x) for x in columns[_ADVANTAGES].split()]))
+            advantages = columns[_ADVANTAGES].split()
+            described.append(("advantage", [_mean_advantage(x) for x in advantages]))
+            if self._log.tokens:
+                described.append(("advantages", [[_rounded(x) for x in row.tolist()] for row in advantages]))
         return described
 
     def _described_responses(
@@ -189,6 +192,8 @@ class RolloutCollector:
             yield "finished", [bool(value) for value in values]
         if keys.versions is not None and keys.versions in columns and keys.versions in self._masks:
             yield "versions", _spans(columns[keys.versions], columns[self._masks[keys.versions]])
+            if self._log.tokens:
+                yield "token_versions", [row.tolist() for row in _packed(columns[keys.versions]).split()]
 
     def _decoded(self, sequences: Packed, mask: Packed, context: Any) -> list[str]:
         """Return the texts of the responses without special tokens."""

@@ -55,7 +55,8 @@ class FinishedReallocation:
             "rank": rank, "name": role_of(self.action.target_set), "kind": "realloc", "start": self.start,
             "transfer": f"{self.action.source}->{self.action.target}", "sent_bytes": self.stats.bytes_sent,
             "received_bytes": self.stats.bytes_received, "senders": list(self.stats.senders),
-            "over_bound": self.stats.over_bound, "end": self.ended(),
+            "over_bound": self.stats.over_bound, "bound_seconds": self.stats.bound_seconds,
+            "end": self.ended(),
         }
 
 
