@@ -189,6 +189,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--what-if", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "price this plan, such as one by hand, instead of searching; exit code 1 if it does not fit"
     add("--price", metavar="PLAN.yaml", help=text)
+    add("--html", metavar="FILE", help="also write the plan as a page: step, memory, mesh, other layouts")
     add("--json", action="store_true", help="print one JSON document")
 
 
@@ -224,6 +225,7 @@ def _plan(
     priced = found.priced
     if options.output:
         priced.plan.save(Path(options.output))
+    _write_page(options, priced, found.what_ifs)
     unmeasured = [*notes, *not_measured(rates, priced.problem, priced.plan)]
     cost = _cost(priced, options)
     if options.json:
@@ -234,6 +236,16 @@ def _plan(
     if options.output:
         console.print(f"\nwritten to {options.output}", highlight=False)
     return 0
+
+
+def _write_page(options: Namespace, priced: PricedPlan, what_ifs: Sequence[WhatIf] = ()) -> None:
+    """Write the page of --html, if it is wanted."""
+    if options.html is not None:
+        from realhf.report.plan_page import plan_page  # Here, as plotly is slow.
+
+        require_output(Path(options.html), "--html", first="<!doctype html>", what="page")
+        title = f"Plan of {Path(options.experiment).stem}"
+        plan_page(priced, title=title, what_ifs=what_ifs).save(Path(options.html))
 
 
 def _searched(
@@ -363,7 +375,7 @@ def _plan_sizes(
 
     Each gets an equal share of the time. The plan for as many devices as are enough is written to --output.
     """
-    others = ("price", "what_if", "lost_hosts", "robust")
+    others = ("price", "what_if", "lost_hosts", "robust", "html")
     _refuse_others(options, others, why="--devices with several numbers prints a table")
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
@@ -413,6 +425,7 @@ def _price(
     _check_limits(options)
     with naming(f"--price {options.price}"):
         priced = price(problem, rates, plan)
+    _write_page(options, priced)
     unmeasured = [*notes, *not_measured(rates, problem, plan)]
     cost = _cost(priced, options)
     if options.json:

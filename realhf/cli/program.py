@@ -14,7 +14,7 @@ from realhf.cli.launch import LAUNCHER_PLAN, is_worker
 from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand, this_machine
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
-from realhf.errors import UserError, user_line
+from realhf.errors import UserError, described, user_line
 from realhf.execution_plan import ExecutionPlan
 from realhf.experiment import Experiment
 from realhf.planner.make import PricedPlan, price
@@ -162,7 +162,6 @@ def with_predictions(
     The memory is empty if the devices are unknown, of another kind or fewer than the ranks, or if the
     experiment cannot be planned. Then, or if a layout has no price, `predicted` says why.
     """
-    memory: PredictedMemory = {}
     try:
         devices = cluster_at_hand(nproc=nproc, cluster=cluster, profile=profile)
         if devices.device_type != this_machine(nproc).device_type:
@@ -171,14 +170,17 @@ def with_predictions(
             raise UserError(f"the run has {program.num_ranks} ranks on {devices.num_devices} devices")
         problem = problem_of(experiment, devices)
         memory = _memory_of(problem, program)
-        predicted = {}
-        if os.environ.get("RANK", "0") == "0":
-            origin = profile or cluster or "the shipped description of this kind of machine"
+    except (UserError, ValueError) as error:
+        return dataclasses.replace(program, predicted={"missing": str(error)})
+    predicted: dict[str, Any] = {}
+    if os.environ.get("RANK", "0") == "0":
+        try:
             rates = Rates(devices) if profile is None else ProfiledRates(Profile.load(profile), devices)
+            origin = profile or cluster or "the shipped description of this kind of machine"
             predicted = _step_of(price(problem, rates, program.plan)) | {
                 "origin": origin, "is_measured": profile is not None}
-    except (UserError, ValueError) as error:
-        predicted = {"missing": str(error)}
+        except Exception as error:  # The run needs no prediction.
+            predicted = {"missing": described(error)}
     return dataclasses.replace(program, predicted_memory=memory, predicted=predicted)
 
 

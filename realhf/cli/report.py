@@ -59,14 +59,14 @@ def main(options: Namespace, words: list[str]) -> int:
 
 def _write(options: Namespace, path: Path, output: Path) -> int:
     """Write the page of a run; with --watch again and again, until the run has ended."""
-    from realhf.report.run_page import run_document, run_page, write_page  # As plotly is slow.
+    from realhf.report.run_page import run_document, run_page  # As plotly is slow.
 
     run = RunFiles(path)
     while options.watch and run.is_running:
-        write_page(run_page(run, refresh_seconds=options.every), output)
+        run_page(run, refresh_seconds=options.every).save(output)
         time.sleep(options.every)
         run = RunFiles(path)
-    write_page(run_page(run), output)
+    run_page(run).save(output)
     _say_written(output)
     if options.json:
         print(json.dumps(run_document(run)))
@@ -82,11 +82,11 @@ def _write_trace(path: Path, output: Path, steps: frozenset[int]) -> None:
 def _compare(options: Namespace, paths: list[Path], output: Path) -> int:
     """Write the page of several runs, and print where they part."""
     from realhf.report.compare import compare
-    from realhf.report.run_page import runs_document, runs_page, write_page
+    from realhf.report.run_page import runs_document, runs_page
 
     runs = [RunFiles(path) for path in paths]
     comparisons = [compare(runs[0], other) for other in runs[1:]]
-    write_page(runs_page(runs, comparisons), output)
+    runs_page(runs, comparisons).save(output)
     _say_written(output)
     if options.json:
         print(json.dumps(runs_document(runs, comparisons)))

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
+from realhf.errors import UserError
 from realhf.user_input.files import read_text
 
 _CODE = re.compile("`([^`]+)`")
@@ -134,6 +135,15 @@ class Page:
         """Return the file's text."""
         return _template().render(
             page=self, plotly=get_plotlyjs(), style=_file("page.css"), script=_file("page.js"))
+
+    def save(self, path: Path) -> None:
+        """Write the file at once, so that no browser sees a part of it. Raises UserError."""
+        part = path.with_name(f"{path.name}.part")
+        try:
+            part.write_text(self.html(), encoding="utf-8", errors="replace")
+            part.replace(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _file(name: str) -> str:

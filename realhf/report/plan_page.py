@@ -8,7 +8,6 @@ import plotly.graph_objects as go
 from realhf.execution_plan import ExecutionPlan
 from realhf.planner.comparisons import WhatIf
 from realhf.planner.make import Planned, PricedPlan
-from realhf.planner.report import explanation
 from realhf.report import figures
 from realhf.report.page import Card, Code, Page, PageBlock, PageSection, Plot, Plots, Sentences, TextTable
 from realhf.user_input.shipped import dump_yaml
@@ -16,7 +15,6 @@ from realhf.user_input.units import format_bytes, format_seconds
 
 _MOST_ROWS = 64
 """Ranks that have rows of their own; of more, a row stands for neighbours with the same work."""
-_COLUMNS = 10_000
 
 
 def plan_page(priced: PricedPlan, *, title: str, what_ifs: Sequence[WhatIf] = ()) -> Page:
@@ -137,18 +135,19 @@ def _alternatives(priced: PricedPlan, what_ifs: Sequence[WhatIf]) -> PageSection
             if (other := reason.runner_up) is not None:
                 rows.append((
                     name, str(priced.plan[name].layout), str(other.layout), f"{other.longer:+.1%}",
-                    format_seconds(other.step_seconds), other.because, other.outlook or ""))
+                    format_seconds(other.step_seconds), other.because))
             if (large := reason.too_large) is not None:
                 rows.append((
                     name, str(priced.plan[name].layout), f"{large.layout}{large.options}",
                     f"{-large.shorter:+.1%}", "",
-                    f"needs {format_bytes(large.lacking_bytes)} more per device", ""))
+                    f"needs {format_bytes(large.lacking_bytes)} more per device"))
         if rows:
             blocks.append(TextTable(
-                ("call", "has", "instead", "step", "seconds", "because", "outlook"), rows,
+                ("call", "has", "instead", "step", "seconds", "because"), rows,
                 "The best other layout of each call, while all others keep theirs"))
         if priced.reasons:
-            blocks.append(Sentences(explanation(priced, columns=_COLUMNS)))
+            blocks.append(Sentences([
+                f"{name}: {'; '.join(reason.lines)}." for name, reason in priced.reasons.items()]))
     if what_ifs:
         answers = [(
             found.name, _seconds(found.step_seconds), _seconds(found.best_step_seconds),

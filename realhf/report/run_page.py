@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from realhf.layout import DeviceMesh, Layout
@@ -246,13 +245,6 @@ def plan_mesh(layouts: Mapping[str, Layout], colors: Mapping[str, str], about: M
     picture = figures.mesh(layouts, num_ranks, per_host, colors)
     note = "p: pipeline stage, d: data, c: context, t: tensor; dotted lines part the hosts"
     return Plots([Plot("Which ranks run which call", picture, note)], is_wide=True)
-
-
-def write_page(page: Page, path: Path) -> None:
-    """Write a page, at once, so that no browser sees a part of it."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(page.html(), encoding="utf-8")
-    part.replace(path)
 
 
 def runs_document(runs: Sequence[RunFiles], comparisons: Sequence[RunComparison]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realhf.report.run_data import RunFiles
-from realhf.report.run_page import run_page, write_page
+from realhf.report.run_page import run_page
 from tests.report.synthetic import make_run
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -56,7 +56,7 @@ def open_page(browser):
 def page_of_run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("page")
     path = make_run(directory / "grpo", steps=60, ranks=8)
-    write_page(run_page(RunFiles(path)), directory / "report.html")
+    run_page(RunFiles(path)).save(directory / "report.html")
     return directory / "report.html"
 
 
@@ -153,13 +153,13 @@ def test_rollouts_are_filtered_and_tokens_coloured_turn_by_turn(open_page, page_
 
 def test_a_watched_page_loads_itself_again_and_keeps_its_place(open_page, tmp_path):
     path = make_run(tmp_path / "run", steps=5, finished=False)
-    write_page(run_page(RunFiles(path), refresh_seconds=0.5), tmp_path / "report.html")
+    run_page(RunFiles(path).save(refresh_seconds=0.5), tmp_path / "report.html")
     page = open_page(tmp_path / "report.html")
     page.fill("#step input.ranks", "2")
     page.locator("h1").click()
     page.evaluate("document.activeElement.blur(); scrollTo(0, 700)")
     make_run(path, steps=9, finished=True)
-    write_page(run_page(RunFiles(path)), tmp_path / "report.html")
+    run_page(RunFiles(path)).save(tmp_path / "report.html")
     page.wait_for_selector("text=9 steps, 4 ranks")
     page.wait_for_function("scrollY > 400")
     assert page.input_value("#step input.ranks") == "2"
@@ -168,7 +168,7 @@ def test_a_watched_page_loads_itself_again_and_keeps_its_place(open_page, tmp_pa
 @pytest.mark.slow
 def test_a_large_run_opens_quickly(open_page, tmp_path):
     path = make_run(tmp_path / "large", steps=1000, ranks=64, rollouts_per_step=100)
-    write_page(run_page(RunFiles(path)), tmp_path / "report.html")
+    run_page(RunFiles(path)).save(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 30e6
     begin = time.monotonic()
     page = open_page(tmp_path / "report.html")
