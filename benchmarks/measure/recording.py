@@ -1,6 +1,6 @@
 """Measures what recording costs a step: hashes of samples, and the tokens of logged rollouts.
 
-    python benchmarks/measure/recording.py               # examples/grpo.py on one process, 80 steps
+    python benchmarks/measure/recording.py               # examples/grpo.py, 16 x 8 samples, one process
     python benchmarks/measure/recording.py --steps 160 --json
 
 One run records in two steps, leaves it out in the next two, and so on, so that a busier time of the machine
@@ -77,7 +77,8 @@ def run(directory: Path, *, steps: int) -> tuple[Switch, dict[int, float]]:
     words = [
         "run", "examples/grpo.py", "--nproc", 1, "--out", directory / "run", "--steps", steps,
         "--eval-every", 0, "--checkpoint-every", 0, "--dataset.path", task / "prompts.jsonl",
-        "--eval-dataset.path", task / "held_out.jsonl", "--actor.model", task / "model", "--actor.random-init"]
+        "--eval-dataset.path", task / "held_out.jsonl", "--actor.model", task / "model",
+        "--actor.random-init", "--batch-size", 16]
     os.chdir(REPO)
     with (
         patch.object(Executor, "begin_step", switch.begin(Executor.begin_step)),

@@ -4,10 +4,12 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from realhf.cli.overrides import refuse_words, step_numbers
-from realhf.errors import UserError
+from realhf.errors import UserError, described
 from realhf.report.run_data import RunFiles
 from realhf.report.trace import write_trace
 from realhf.user_input.files import require_output
@@ -52,9 +54,20 @@ def main(options: Namespace, words: list[str]) -> int:
         if alone := [name for name in ("watch", "trace") if getattr(options, name)]:
             raise UserError(f"--{alone[0]}: it shows one run, and several are given")
         return _compare(options, paths, output)
-    if options.trace is not None:
-        _write_trace(paths[0], Path(options.trace), steps)
-    return _write(options, paths[0], output)
+    with _understanding(paths[0]):
+        if options.trace is not None:
+            _write_trace(paths[0], Path(options.trace), steps)
+        return _write(options, paths[0], output)
+
+
+@contextmanager
+def _understanding(*paths: Path) -> Iterator[None]:
+    """Raise UserError about files of a run that have other fields or values than a run writes."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        names = " or ".join(map(str, paths))
+        raise UserError(f"a file in {names} is damaged ({described(error)})") from error
 
 
 def _write(options: Namespace, path: Path, output: Path) -> int:
@@ -84,9 +97,10 @@ def _compare(options: Namespace, paths: list[Path], output: Path) -> int:
     from realhf.report.compare import compare
     from realhf.report.run_page import runs_document, runs_page
 
-    runs = [RunFiles(path) for path in paths]
-    comparisons = [compare(runs[0], other) for other in runs[1:]]
-    runs_page(runs, comparisons).save(output)
+    with _understanding(*paths):
+        runs = [RunFiles(path) for path in paths]
+        comparisons = [compare(runs[0], other) for other in runs[1:]]
+        runs_page(runs, comparisons).save(output)
     _say_written(output)
     if options.json:
         print(json.dumps(runs_document(runs, comparisons)))

@@ -25,6 +25,8 @@ _MANY_POINTS = 40
 """Curves with fewer points have markers, and are not smoothed."""
 _DIGITS = 6
 _BAR, _NARROW_BAR = 0.8, 0.34
+_FEWEST_ROWS = 4
+"""Timelines are as high as if they had so many ranks."""
 _MOST_LINES = 8
 """Most ranks whose memory is shown at first."""
 
@@ -37,7 +39,8 @@ def rounded(values: Iterable[float | None]) -> list[float | None]:
 def layout(height: int, **fields: Any) -> dict[str, Any]:
     """Return the layout that all figures share."""
     return {
-        "height": height, "margin": {"l": 56, "r": 12, "t": 8, "b": 38}, "hovermode": "closest",
+        "height": height, "template": {}, "hovermode": "closest",
+        "margin": {"l": 56, "r": 12, "t": 8, "b": 38},
         "font": {"family": "system-ui, 'DejaVu Sans', sans-serif", "size": 12},
         "legend": {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font": {"size": 11}},
         "meta": {"narrow_margin": {"l": 44, "r": 6}}} | fields
@@ -143,7 +146,8 @@ def curves(runs: Sequence[RunFiles], panel: CurvePanel) -> Plot:
     note = f"each point is the mean of {width} steps" if width > 1 else ""
     named = sum(curve.showlegend is not False for curve in figure.data)
     figure.update_layout(showlegend=named > 1 or several)
-    return Plot(panel.title, figure, "; ".join(filter(None, [panel.note, note])))
+    of_panel = "" if several and panel.band is not None else panel.note
+    return Plot(panel.title, figure, "; ".join(filter(None, [of_panel, note])))
 
 
 def _add_curve(
@@ -231,7 +235,7 @@ def timeline_figure(parts: Sequence[tuple[str, Sequence[_Bars]]], ranks: Sequenc
         figure.update_yaxes(**axis, row=number, col=1)
     figure.update_xaxes(title={"text": "seconds", "standoff": 6}, rangemode="tozero", row=len(parts), col=1)
     figure.update_layout(**layout(
-        fixed + row * len(ranks) * len(parts), barmode="overlay", bargap=0,
+        fixed + row * max(_FEWEST_ROWS, len(ranks)) * len(parts), barmode="overlay", bargap=0,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 11}},
         margin={"l": 64, "r": 12, "t": 52, "b": 40},
         meta={"row_height": row, "fixed_height": fixed, "panels": len(parts),
@@ -328,7 +332,8 @@ def time_by_rank(run: RunFiles, colors: Mapping[str, str]) -> go.Figure:
         "rgba(128,128,128,0.14)", [max(0.0, total - times[rank].known) for rank in ranks])
     row = 26 if len(ranks) <= 16 else 13
     figure = go.Figure(layout=layout(
-        120 + row * len(ranks), barmode="stack", bargap=0.25, margin={"l": 56, "r": 12, "t": 50, "b": 40},
+        120 + row * max(_FEWEST_ROWS, len(ranks)), barmode="stack", bargap=0.25,
+        margin={"l": 56, "r": 12, "t": 50, "b": 40},
         legend={"traceorder": "normal", "orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom",
                 "font": {"size": 11}},
         meta={"narrow_margin": {"l": 44, "r": 6, "t": 8, "b": 150}},
@@ -338,7 +343,7 @@ def time_by_rank(run: RunFiles, colors: Mapping[str, str]) -> go.Figure:
         if max(seconds, default=0.0) > 1e-4 * total:
             figure.add_bar(
                 x=rounded(one / total for one in seconds), y=[str(rank) for rank in ranks], orientation="h",
-                name=label, marker={"color": color},
+                name=label, marker={"color": color, "line": {"width": 0}},
                 hovertemplate=f"rank %{{y}}: %{{x:.1%}} {label}<extra></extra>")
     return figure
 
@@ -363,6 +368,11 @@ def memory_parts(by_use: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
+def memory_unit(most: float) -> tuple[float, str]:
+    """Return the bytes of the unit in which so many bytes are shown, and its name."""
+    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
+
+
 def memory_by_rank(run: RunFiles) -> go.Figure:
     """Return the most that each rank held in a call by part, with a line where the prediction is."""
     fullest: dict[int, RankMemory] = {}
@@ -375,21 +385,23 @@ def memory_by_rank(run: RunFiles) -> go.Figure:
         parts = memory_parts(fullest[rank].parts)
         parts["passes and the rest"] += max(0.0, fullest[rank].measured - sum(parts.values()))
         measured.append(parts)
+    size_of, unit = memory_unit(max((one.measured for one in fullest.values()), default=0.0))
     figure = go.Figure(layout=layout(
-        300, barmode="stack", bargap=0.35, yaxis={"title": {"text": "GB"}, "rangemode": "tozero"},
+        300, barmode="stack", bargap=0.35, yaxis={"title": {"text": unit}, "rangemode": "tozero"},
         xaxis={"type": "category", "title": {"text": "rank", "standoff": 6}}))
     names = [str(rank) for rank in ranks]
     for part, color in PART_COLORS.items():
-        sizes = [parts[part] / 1e9 for parts in measured]
+        sizes = [parts[part] / size_of for parts in measured]
         if any(sizes):
             figure.add_bar(
                 x=names, y=rounded(sizes), name=part, marker={"color": color, "line": {"width": 0}},
-                hovertemplate=f"rank %{{x}}: %{{y:.3g}} GB {part}<extra></extra>")
+                hovertemplate=f"rank %{{x}}: %{{y:.3g}} {unit} {part}<extra></extra>")
     planned = {rank: one.predicted for rank, one in fullest.items() if one.predicted is not None}
     if planned:
         figure.add_scatter(
-            x=[str(rank) for rank in planned], y=rounded(size / 1e9 for size in planned.values()),
-            name="predicted", mode="markers", hovertemplate="rank %{x}: %{y:.3g} GB predicted<extra></extra>",
+            x=[str(rank) for rank in planned], y=rounded(size / size_of for size in planned.values()),
+            name="predicted", mode="markers",
+            hovertemplate=f"rank %{{x}}: %{{y:.3g}} {unit} predicted<extra></extra>",
             marker={"symbol": "line-ew-open", "size": 18 if len(ranks) <= 16 else 9, "color": "#888",
                     "line": {"width": 3}})
     return figure
@@ -398,9 +410,11 @@ def memory_by_rank(run: RunFiles) -> go.Figure:
 def step_memory(events: Sequence[TimedEvent], ranks: Sequence[int]) -> go.Figure:
     """Return the memory of ranks over a step: measured in each call, and dotted what was predicted."""
     begin = min(event["start"] for event in events if event["kind"] != "realloc")
+    sizes = [_measured(event) for event in events]
+    size_of, unit = memory_unit(max(sizes, default=0))
     figure = go.Figure(layout=layout(
         280, xaxis={"title": {"text": "seconds", "standoff": 6}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "GB"}, "rangemode": "tozero"}))
+        yaxis={"title": {"text": unit}, "rangemode": "tozero"}))
     of_calls: dict[int, list[TimedEvent]] = {}
     for event in sorted(events, key=lambda event: event["start"]):
         if "counted_bytes" in event or "memory_bytes" in event:
@@ -417,7 +431,7 @@ def step_memory(events: Sequence[TimedEvent], ranks: Sequence[int]) -> go.Figure
                     "predicted_memory_bytes", event.get("predicted_counted_bytes"))
                 if size is not None:
                     x += [event["start"] - begin, event["end"] - begin, None]
-                    y += [size / 1e9, size / 1e9, None]
+                    y += [size / size_of, size / size_of, None]
                     texts += [f"rank {rank} in {event['name']}: {format_bytes(size)} {kind}"] * 2 + [""]
             if x:
                 figure.add_scatter(

@@ -164,6 +164,12 @@ def summary(run: RunFiles) -> list[str]:
                 f"{Trend(f'The {label}', values[0], values[-1])}; its best was {number(values[best])} after "
                 f"step {steps[best]}.")
     lines += _signs(run)
+    if calls := call_seconds(run):
+        slowest = max(calls, key=calls.__getitem__)
+        whole = median(record["timing_s/step"] for record in run.steps[1:] or run.steps)
+        lines.append(
+            f"{slowest} takes longest: {format_seconds(calls[slowest])} of a step of "
+            f"{format_seconds(whole)}, {calls[slowest] / whole:.0%}.")
     if waits := waiting(run):
         lines.append(waits[0].sentence)
     return lines
@@ -215,7 +221,7 @@ def waiting(run: RunFiles) -> list[Waiting]:
         for name, seconds in time.inputs.items():
             sources = [f"{call} on {layout.partition('@')[2]}" for call in run.producers(name)
                        if (layout := run.call(call).get("layout", ""))]
-            source = f" (from {' and '.join(sources)})" if sources else ""
+            source = f" (from {', '.join(sources)})" if sources else ""
             causes[f"for the inputs of {name}{source}"] += seconds / total
         for name, seconds in time.weights.items():
             causes[f"for the weights of {name}"] += seconds / total

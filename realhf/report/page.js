@@ -124,7 +124,7 @@
         layout[key].categoryarray = layout[key].categoryarray.filter((name) => ranks.has(Number(name)));
       }
     }
-    const shown = Math.max(1, ...Object.keys(layout).filter((name) => /^yaxis\d*$/.test(name)).map((name) => (layout[name].categoryarray || []).length));
+    const shown = Math.max(4, ...Object.keys(layout).filter((name) => /^yaxis\d*$/.test(name)).map((name) => (layout[name].categoryarray || []).length));
     if (layout.meta && layout.meta.row_height) {
       layout.height = layout.meta.fixed_height + layout.meta.row_height * shown * layout.meta.panels;
     }
@@ -254,7 +254,7 @@
     advantages: [["var(--good)", "above 0: made more probable"], ["var(--bad)", "below 0"]],
     versions: [["var(--accent)", "the darker, the newer the weights that sampled it"]],
   };
-  for (const box of all(".samples")) {
+  function list(box) {
     const rollouts = JSON.parse(box.querySelector(".rollouts").textContent);
     const part = (name) => box.querySelector("." + name);
     const unique = (values) => [...new Set(values.filter((value) => value !== undefined && value !== null))];
@@ -290,6 +290,10 @@
     all("input, select", box).forEach((node) => { node.oninput = () => { limit = PAGE; show(); }; });
     part("more").onclick = () => { limit += PAGE; show(); };
     show();
+  }
+  for (const box of all(".samples")) {
+    box.drawNow = () => list(box);
+    inView.observe(box);
   }
 
   // A page of a run that goes on loads itself again, and stays where it was

@@ -12,9 +12,11 @@ from realhf.report.run_data import RunFiles, read_events
 from realhf.runtime.records.about import PROFILES
 from realhf.runtime.records.pictures import TimedEvent
 from realhf.user_input.files import open_regular
+from realhf.user_input.units import format_bytes
 
 _PROFILE = re.compile(r"step_(\d+)_rank_(\d+)\.json\.gz")
 _MOST_EVENTS = 2_000_000
+_MOST_PROFILE_BYTES = 1_000_000_000
 _CALLS, _BESIDE, _ENVIRONMENTS = 0, 1, 2
 _THREADS = {_CALLS: "calls and samples", _BESIDE: "weights", _ENVIRONMENTS: "waits for environments"}
 _ABOUT = ("num_tokens", "flops", "waited", "cpu_seconds", "counted_bytes", "memory_bytes", "process_bytes",
@@ -90,8 +92,11 @@ def _profiles(run: Path) -> Iterator[tuple[Path, int, int]]:
 
 def _of_profile(path: Path, rank: int, origin: float) -> list[dict[str, Any]]:
     """Return the events of torch's profiler on a rank, whose times count from another beginning."""
-    with open_regular(path) as file:
-        document = json.loads(gzip.decompress(file.read()))
+    with open_regular(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
+        text = unpacked.read(_MOST_PROFILE_BYTES + 1)
+    if len(text) > _MOST_PROFILE_BYTES:
+        raise UserError(f"{path} has more than {format_bytes(_MOST_PROFILE_BYTES)}: profile fewer steps")
+    document = json.loads(text)
     base = document.get("baseTimeNanoseconds", 0) / 1e9
     events = []
     for event in document.get("traceEvents", ()):

@@ -20,7 +20,7 @@ from realhf.report.run_data import RunFiles
 from realhf.report.run_page import runs_page
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.records.digest_file import DIGESTS, DigestFile, digest_of, read_digests
+from realhf.runtime.records.digest_file import DIGESTS, DigestFile, digest_of, encoded, read_digests
 from realhf.runtime.samples.digests import DigestTaker
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl
@@ -280,6 +280,16 @@ def test_the_first_differing_token():
     assert (found.index, found.first, found.other, found.start) == (15, 15, 99, 7)
     assert found.around == (tuple(range(7, 20)), (*range(7, 15), 99))
     assert (first_token(of(1, 2), of(1)).first, first_token(of(1, 2), of(1)).other) == (2, None)
+
+
+@pytest.mark.parametrize("text", ["*", "AAAA", encoded(np.zeros(1 << 26), np.float64)])
+def test_arrays_that_no_run_writes_are_refused(text, base, tmp_path, capsys):
+    other = shutil.copytree(base, tmp_path / "run")
+    lines = read_jsonl(other / DIGESTS)
+    lines[0]["ids"] = text
+    (other / DIGESTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(base), str(other), "-o", str(tmp_path / "page.html")]) == 2
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_the_file_is_read_by_step_and_call(base):

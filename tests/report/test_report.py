@@ -32,7 +32,7 @@ def test_the_rank_that_waits_longest_is_named_with_its_cause(run):
     assert first.rank == LATE_RANK
     assert first.share == pytest.approx(1 - synthetic.TRAIN / synthetic.STEP)
     cause, share = next(iter(first.causes.items()))
-    assert cause == "for the inputs of actor_train (from actor_generate on 0-3 and reward_forward on 1)"
+    assert cause == "for the inputs of actor_train (from actor_generate on 0-3, reward_forward on 1)"
     assert share == pytest.approx(2.5 / synthetic.STEP)
     others = {waits.rank: waits for waits in waiting(run)[1:]}
     assert others[1].share == pytest.approx(0.25 / synthetic.STEP)
@@ -177,6 +177,25 @@ def test_what_a_user_gets_wrong_is_a_sentence(words, says, path, capsys, tmp_pat
     monkeypatch.chdir(tmp_path)
     assert main(["report", *(word.format(run=path) for word in words)]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, line", [
+    ("timeline.jsonl", '{"step": 1, "rank": 0}'), ("timeline.jsonl", "[]"), ("timeline.jsonl", "{"),
+    ("rollouts.jsonl", '{"step": 1, "followed": true, "prompt_number": 3, "turns": nope}'),
+    ("metrics.jsonl", '{"step": 3, "timing_s/step": "long"}'), ("about.json", '{"calls": 7}'),
+    ("about.json", '{"predicted": {"step_seconds": 0, "calls": {}}}'), ("plan.yaml", "calls: 3"),
+    ("config.json", "[1]"),
+])
+def test_damaged_files_are_a_sentence(name, line, path, tmp_path, capsys):
+    damaged = shutil.copytree(path, tmp_path / "run")
+    if name.endswith("jsonl"):
+        with (damaged / name).open("a") as file:
+            file.write(line + "\n")
+    else:
+        (damaged / name).write_text(line)
+    assert main(["report", str(damaged), "-o", str(tmp_path / "page.html")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and str(damaged) in err
 
 
 def test_a_trace_has_all_ranks_on_one_clock(path, tmp_path):

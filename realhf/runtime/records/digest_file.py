@@ -27,6 +27,7 @@ DIGESTS = "digests.jsonl"
 DATASET = "dataset"
 """Stands in the place of a call for the rows of the dataset."""
 _TOTAL = 1 << 64
+_MAX_ARRAY_BYTES = 256 << 20
 _FAST = 1  # Level of compression: hashes and tokens hardly become smaller with more.
 ColumnKind = Literal["exact", "tokens", "numbers"]
 
@@ -61,8 +62,15 @@ def encoded(array: NDArray[Any], kind: type[np.generic]) -> str:
 
 
 def decoded(text: str, kind: type[np.generic]) -> NDArray[Any]:
-    """Return the array of `encoded`."""
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=kind)
+    """Return the array of `encoded`. Raises ValueError if it is none, or larger than any that is written."""
+    try:
+        decompressor = zlib.decompressobj()
+        data = decompressor.decompress(base64.b64decode(text), _MAX_ARRAY_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"an array cannot be read: {error}") from error
+    if decompressor.unconsumed_tail:
+        raise ValueError(f"an array has more than {_MAX_ARRAY_BYTES} bytes")
+    return np.frombuffer(data, dtype=kind)
 
 
 def without_samples(pieces: Sequence[DigestPiece]) -> list[DigestPiece]:
