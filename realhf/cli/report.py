@@ -75,8 +75,11 @@ def _write(options: Namespace, path: Path, output: Path) -> int:
     from realhf.report.run_page import run_document, run_page  # As plotly is slow.
 
     run = RunFiles(path)
+    shown = -1
     while options.watch and run.is_running:
-        run_page(run, refresh_seconds=options.every).save(output)
+        if len(run.records) != shown:  # Else the page is as it was.
+            shown = len(run.records)
+            run_page(run, refresh_seconds=options.every).save(output)
         time.sleep(options.every)
         run = RunFiles(path)
     run_page(run).save(output)

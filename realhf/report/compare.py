@@ -169,12 +169,15 @@ def find_differences(first: RunFiles, other: RunFiles) -> ChangedFields:
                     for i, file in enumerate(files)}
              for name, files in run.about.get("data", {}).items()} for run in runs]
     code = [source.get("code", {}) for source in sources]
-    shared = code[0].keys() & code[1].keys()  # A process may have imported more than another.
+    # A process may have imported more than another, and what is new is used by what has changed.
+    shared = {file: code[0][file].keys() & code[1][file].keys() for file in code[0].keys() & code[1].keys()}
+    code = [{file: {name: of_run[file][name] for name in sorted(names)} for file, names in shared.items()}
+            for of_run in code]
     machine = [{name: run.about.get(name) for name in ("num_ranks", "device", "cores")} for run in runs]
     return ChangedFields(
         settings=[*settings, *roles], plan=_between(*plans),
         versions=_between(*(run.about.get("versions", {}) for run in runs)), data=_between(*data),
-        code=_between(*({file: of_run[file] for file in sorted(shared)} for of_run in code)),
+        code=_between(*code),
         models=_between(*({name: str(files) for name, files in source.get("models", {}).items()}
                           for source in sources)),
         machine=_between(*machine))

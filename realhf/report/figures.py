@@ -206,7 +206,8 @@ def step_timeline(
     """Return what each rank did in a step, and below it what the planner predicted."""
     events = without_waits(list(events))
     begin = min(event["start"] for event in events if event["kind"] != "realloc")
-    measured = _measured_bars(events, begin, colors)
+    known = set(ranks)
+    measured = _measured_bars([event for event in events if event["rank"] in known], begin, colors)
     planned = predicted_bars(predicted, ranks, colors)
     return timeline_figure(
         [("measured", measured), *([("predicted", planned)] if planned else [])], ranks)
@@ -313,11 +314,10 @@ def predicted_bars(
     return sorted(bars.values(), key=lambda one: -one.width)
 
 
-def time_by_rank(run: RunFiles, colors: Mapping[str, str]) -> go.Figure:
+def time_by_rank(run: RunFiles, ranks: Sequence[int], colors: Mapping[str, str]) -> go.Figure:
     """Return what each rank did with its time, as shares of all steps."""
     times = run.timeline.times
     total = sum(record["timing_s/step"] for record in run.steps) or 1.0
-    ranks = run.timeline.ranks
     parts: dict[str, tuple[str, list[float]]] = {}
     for call, kind in run.timeline.kinds.items():
         parts[call] = (colors.get(call, PALETTE[0]), [times[rank].calls[call] for rank in ranks])

@@ -122,7 +122,7 @@ class PageSection:
 
 
 @dataclass(frozen=True)
-class Page:
+class HtmlPage:
     """A page; with `refresh_seconds`, it loads itself again after so many seconds."""
 
     title: str

@@ -9,7 +9,7 @@ from realhf.execution_plan import ExecutionPlan
 from realhf.planner.comparisons import WhatIf
 from realhf.planner.make import Planned, PricedPlan
 from realhf.report import figures
-from realhf.report.page import Card, Code, Page, PageBlock, PageSection, Plot, Plots, Sentences, TextTable
+from realhf.report.page import Card, Code, HtmlPage, PageBlock, PageSection, Plot, Plots, Sentences, TextTable
 from realhf.user_input.shipped import dump_yaml
 from realhf.user_input.units import format_bytes, format_seconds
 
@@ -17,7 +17,7 @@ _MOST_ROWS = 64
 """Ranks that have rows of their own; of more, a row stands for neighbours with the same work."""
 
 
-def plan_page(priced: PricedPlan, *, title: str, what_ifs: Sequence[WhatIf] = ()) -> Page:
+def plan_page(priced: PricedPlan, *, title: str, what_ifs: Sequence[WhatIf] = ()) -> HtmlPage:
     """Return the page of a plan that was searched for or priced."""
     cluster = priced.problem.cluster
     colors = figures.call_colors(call.name for call in priced.problem.graph.order)
@@ -35,7 +35,7 @@ def plan_page(priced: PricedPlan, *, title: str, what_ifs: Sequence[WhatIf] = ()
     hosts = f"{cluster.num_hosts} {'hosts' if cluster.num_hosts != 1 else 'host'}"
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     subtitle = f"{cluster.num_devices} devices on {hosts}. Page of {written}."
-    return Page(title, subtitle, _cards(priced), [section for section in sections if section.blocks])
+    return HtmlPage(title, subtitle, _cards(priced), [section for section in sections if section.blocks])
 
 
 def _yaml(plan: ExecutionPlan) -> str:

@@ -19,7 +19,7 @@ from realhf.report.findings import (
 from realhf.report.page import (
     Card,
     Code,
-    Page,
+    HtmlPage,
     PageBlock,
     PageSection,
     Plot,
@@ -38,9 +38,11 @@ from realhf.user_input.units import format_seconds
 _MOST_PANELS = 60
 """Panels of other metrics; a run may log hundreds."""
 _MOST_WAITS = 16
+_MOST_RANKS = 128
+"""Ranks that have a row in timelines."""
 
 
-def run_page(run: RunFiles, *, refresh_seconds: float | None = None) -> Page:
+def run_page(run: RunFiles, *, refresh_seconds: float | None = None) -> HtmlPage:
     """Return the page of a run."""
     names = run.metric_names
     learning, speed, others = figures.panels(names)
@@ -50,12 +52,12 @@ def run_page(run: RunFiles, *, refresh_seconds: float | None = None) -> Page:
         *_time(run, speed), *_predictions(run), *_memory(run), *_weights(run), _rollouts(run),
         PageSection("more", "Other metrics", [_panels([run], others[:_MOST_PANELS])] if others else []),
         _about(run)]
-    return Page(
+    return HtmlPage(
         run.name, _subtitle(run), cards(run), [section for section in sections if section.blocks],
         refresh_seconds)
 
 
-def runs_page(runs: Sequence[RunFiles], comparisons: Sequence[RunComparison]) -> Page:
+def runs_page(runs: Sequence[RunFiles], comparisons: Sequence[RunComparison]) -> HtmlPage:
     """Return the page of several runs: where the others part from the first, and their curves together."""
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     learning, speed, others = figures.panels(names)
@@ -86,7 +88,7 @@ def runs_page(runs: Sequence[RunFiles], comparisons: Sequence[RunComparison]) ->
              f"sample {first.token.sample}, token {first.token.token.index}"),
         Card("Likely cause", first.cause.kind, "")]
     subtitle = f"Page of {time.strftime('%Y-%m-%d %H:%M:%S')}."
-    return Page(
+    return HtmlPage(
         " and ".join(run.name for run in runs), subtitle, headline,
         [section for section in sections if section.blocks])
 
@@ -127,12 +129,17 @@ def _time(run: RunFiles, speed: Sequence[figures.CurvePanel]) -> list[PageSectio
     timeline = run.timeline
     if not timeline.steps:
         return []
+    ranks = timeline.ranks
+    some = ""
+    if len(ranks) > _MOST_RANKS:
+        ranks = [ranks[i * len(ranks) // _MOST_RANKS] for i in range(_MOST_RANKS)]
+        some = f" Of {len(timeline.ranks):,} ranks, {len(ranks)} at equal distances have a row."
     colors = figures.call_colors(timeline.kinds)
     seconds = {record["step"]: record["timing_s/step"] for record in run.steps}
     by_step = {
         f"{step} ({format_seconds(seconds[step]) if step in seconds else 'not ended'})": [
-            figures.step_timeline(events, timeline.ranks, colors, run.predicted),
-            figures.step_memory(events, timeline.ranks)]
+            figures.step_timeline(events, ranks, colors, run.predicted),
+            figures.step_memory(events, ranks)]
         for step, events in sorted(timeline.steps.items()) if any(e["kind"] != "realloc" for e in events)}
     shown = [step for step in sorted(timeline.steps) if any(
         event["kind"] != "realloc" for event in timeline.steps[step])]
@@ -146,6 +153,7 @@ def _time(run: RunFiles, speed: Sequence[figures.CurvePanel]) -> list[PageSectio
     lead = "A row is a rank. Narrow bars are what moves or waits beside the calls; gaps are idle."
     if "activities" in run.predicted:
         lead += " Below: the same step as the planner predicted it, on the same axis."
+    lead += some
     sections = [PageSection("step", "One step, by rank", blocks, lead)]
     waits = waiting(run)
     groups: dict[tuple[str, str], list[int]] = {}
@@ -157,7 +165,7 @@ def _time(run: RunFiles, speed: Sequence[figures.CurvePanel]) -> list[PageSectio
     if len(groups) > _MOST_WAITS:
         caption += f" (the first {_MOST_WAITS} of {len(groups)} groups)"
     sections.append(PageSection("time", "Where the time went", [
-        Plots([Plot("Time of each rank, all steps", figures.time_by_rank(run, colors))], is_wide=True),
+        Plots([Plot("Time of each rank, all steps", figures.time_by_rank(run, ranks, colors))], is_wide=True),
         TextTable(("ranks", "waits", "for what"), rows, caption), _panels([run], speed)]))
     return sections
 

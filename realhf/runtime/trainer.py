@@ -232,7 +232,8 @@ class Trainer:
             self._recorder.start(
                 described(program.experiment) | {"roles": to_json(program.roles)}, program.plan,
                 about_run(
-                    program, device=_device_name(world.device), links=state.models.links, data=data.files,
+                    program, ranks_per_host=world.ranks_per_host, device=_device_name(world.device),
+                    links=state.models.links, data=data.files,
                     sources=data.sources, tokenizer=data.context.tokenizer_dir, clocks=clocks,
                     earlier=beginning.history and beginning.history.absolute().parents[2] / ABOUT))
         self._progress = Progress(program, self._process) if self._is_main and not quiet else None

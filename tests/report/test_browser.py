@@ -11,6 +11,7 @@ import pytest
 
 from realhf.report.run_data import RunFiles
 from realhf.report.run_page import run_page
+from tests.cli_tools import wait_until
 from tests.report.synthetic import make_run
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -76,6 +77,11 @@ def keep(page, name: str, *, section: str | None = None, height: int = 1250) -> 
         page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
 
 
+def until(page, condition: str, *, seconds: float = 30) -> None:
+    """Wait for a condition. (The page's policy forbids playwright's own way, which evaluates texts.)"""
+    assert wait_until(lambda: page.evaluate(condition), seconds=seconds), condition
+
+
 def scroll_through(page) -> None:
     """Let all figures be drawn."""
     position = 0
@@ -90,7 +96,7 @@ def scroll_through(page) -> None:
 def test_all_figures_are_drawn_and_nothing_is_wider_than_the_screen(open_page, page_of_run, width, scheme):
     page = open_page(page_of_run, width=width, scheme=scheme)
     scroll_through(page)
-    page.wait_for_function("[...document.querySelectorAll('.plot')].every(node => node.querySelector('svg'))")
+    until(page, "[...document.querySelectorAll('.plot')].every(node => node.querySelector('svg'))")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth + 1")
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     keep(page, f"report-{width}", section="step" if width < 600 else None)
@@ -102,7 +108,7 @@ def test_the_timeline_zooms_and_shows_the_ranks_that_are_named(open_page, page_o
     page.wait_for_selector("#step .of-step svg.main-svg")
     assert bars(page) == {str(rank) for rank in range(8)} == bars(page, "y2")
     page.fill("#step input.ranks", "0-1, 5")
-    page.wait_for_function("document.querySelectorAll('.of-step')[0].layout.yaxis.categoryarray.length === 3")
+    until(page, "document.querySelectorAll('.of-step')[0].layout.yaxis.categoryarray.length === 3")
     assert bars(page) == {"0", "1", "5"} == bars(page, "y2")
     before = page.evaluate("document.querySelectorAll('.of-step')[0].layout.xaxis.range")
     box = page.locator("#step .of-step").first.locator(".nsewdrag").first.bounding_box()
@@ -117,7 +123,7 @@ def test_the_timeline_zooms_and_shows_the_ranks_that_are_named(open_page, page_o
     assert after[0] - before[0] == pytest.approx(0.3 * width, rel=0.1)
     page.fill("#step input.ranks", "")
     page.select_option("#step select.step", index=1)
-    page.wait_for_function("document.querySelectorAll('.of-step')[0].layout.yaxis.categoryarray.length === 8")
+    until(page, "document.querySelectorAll('.of-step')[0].layout.yaxis.categoryarray.length === 8")
 
 
 def test_curves_are_smoothed(open_page, page_of_run):
@@ -169,7 +175,8 @@ def test_a_watched_page_loads_itself_again_and_keeps_its_place(open_page, tmp_pa
     make_run(path, steps=9, finished=True)
     run_page(RunFiles(path)).save(tmp_path / "report.html")
     page.wait_for_selector("text=9 steps, 4 ranks")
-    page.wait_for_function("scrollY > 400")
+    page.wait_for_selector("#step input.ranks")
+    until(page, "scrollY > 400")
     assert page.input_value("#step input.ranks") == "2"
 
 

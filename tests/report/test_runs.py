@@ -80,7 +80,7 @@ experiment.reward_function = slow
     texts = [(tmp_path / f"run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "rank 0 goes on\nlast action: reward_forward (step 3/3)" in texts[0]
     assert "in slow" in texts[0] and "most recent call first" in texts[1]
-    assert "rank 1 goes on" in texts[1] and "waits for" in texts[1]
+    assert "rank 1 goes on\nlast action: " in texts[1]
     trace = tmp_path / "trace.json.gz"
     words = ("report", tmp_path / "run", "-o", tmp_path / "page.html", "--trace", trace)
     assert main([str(word) for word in words]) == 0

@@ -172,11 +172,13 @@ def test_a_terminal_shows_it_live(tmp_path, program):
     with (tmp_path / "terminal").open("w+") as terminal:
         shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
         shown.start([], held_out={})
+        shown.step(1, {"timing_s/step": 90.0})
         with process.doing("reward_forward"):
             time.sleep(1.5)  # It is drawn anew four times a second.
         shown.stop()
         terminal.seek(0)
-        assert "step 1/3: reward_forward, 1 s" in terminal.read()
+        text = terminal.read()
+        assert "step 1/3: reward_forward, 1 s" in text and "2 steps left, about 3 min 0 s" in text
 
 
 def test_an_evaluation_of_several_sets_has_a_line_for_each(task, capsys):

@@ -79,8 +79,8 @@ def clocks_ahead(world: "World", *, now: Callable[[], float] = time.time) -> dic
 
 
 def about_run(
-    program: Program, *, device: str, links: Links, data: Mapping[str, Any], sources: Mapping[str, Any],
-    tokenizer: str, clocks: Mapping[int, float], earlier: Path | None = None,
+    program: Program, *, ranks_per_host: int, device: str, links: Links, data: Mapping[str, Any],
+    sources: Mapping[str, Any], tokenizer: str, clocks: Mapping[int, float], earlier: Path | None = None,
 ) -> dict[str, Any]:
     """Return the document of about.json.
 
@@ -100,7 +100,8 @@ def about_run(
     return {
         "commands": [*commands, {"command": command, "time": time.time(), "directory": os.getcwd()}],
         "versions": versions(), "host": socket.gethostname(), "device": device, "cores": os.cpu_count(),
-        "num_ranks": program.num_ranks, "links": links.about, "tokenizer": os.path.abspath(tokenizer),
+        "num_ranks": program.num_ranks, "ranks_per_host": ranks_per_host,
+        "links": links.about, "tokenizer": os.path.abspath(tokenizer),
         "calls": calls, "data": dict(data), "sources": dict(sources),
         "clocks": {str(rank): ahead for rank, ahead in clocks.items()},
         "predicted": dict(program.predicted) | ({"memory": memory} if memory else {})}

@@ -65,11 +65,11 @@ def decoded(text: str, kind: type[np.generic]) -> NDArray[Any]:
     """Return the array of `encoded`. Raises ValueError if it is none, or larger than any that is written."""
     try:
         decompressor = zlib.decompressobj()
-        data = decompressor.decompress(base64.b64decode(text), _MAX_ARRAY_BYTES)
+        data = decompressor.decompress(base64.b64decode(text, validate=True), _MAX_ARRAY_BYTES)
     except zlib.error as error:
         raise ValueError(f"an array cannot be read: {error}") from error
-    if decompressor.unconsumed_tail:
-        raise ValueError(f"an array has more than {_MAX_ARRAY_BYTES} bytes")
+    if not decompressor.eof:
+        raise ValueError(f"an array is not whole, or has more than {_MAX_ARRAY_BYTES} bytes")
     return np.frombuffer(data, dtype=kind)
 
 
