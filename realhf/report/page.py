@@ -100,7 +100,7 @@ class TokenStrips:
 
 
 @dataclass(frozen=True)
-class Code:
+class FoldedText:
     """A text that is shown as it is, folded under a title."""
 
     title: str
@@ -108,7 +108,7 @@ class Code:
     kind: str = field(default="code", init=False)
 
 
-PageBlock = Sentences | TextTable | Plots | StepPlots | SampleList | TokenStrips | Code
+PageBlock = Sentences | TextTable | Plots | StepPlots | SampleList | TokenStrips | FoldedText
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,17 @@ from realhf.execution_plan import ExecutionPlan
 from realhf.planner.comparisons import WhatIf
 from realhf.planner.make import Planned, PricedPlan
 from realhf.report import figures
-from realhf.report.page import Card, Code, HtmlPage, PageBlock, PageSection, Plot, Plots, Sentences, TextTable
+from realhf.report.page import (
+    Card,
+    FoldedText,
+    HtmlPage,
+    PageBlock,
+    PageSection,
+    Plot,
+    Plots,
+    Sentences,
+    TextTable,
+)
 from realhf.user_input.shipped import dump_yaml
 from realhf.user_input.units import format_bytes, format_seconds
 
@@ -31,7 +41,7 @@ def plan_page(priced: PricedPlan, *, title: str, what_ifs: Sequence[WhatIf] = ()
             cluster.devices_per_host, colors), "p: pipeline stage, d: data, c: context, t: tensor; "
             "dotted lines part the hosts")], is_wide=True)]),
         _alternatives(priced, what_ifs),
-        PageSection("plan", "The plan file", [Code("plan.yaml", _yaml(priced.plan))])]
+        PageSection("plan", "The plan file", [FoldedText("plan.yaml", _yaml(priced.plan))])]
     hosts = f"{cluster.num_hosts} {'hosts' if cluster.num_hosts != 1 else 'host'}"
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     subtitle = f"{cluster.num_devices} devices on {hosts}. Page of {written}."

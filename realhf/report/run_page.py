@@ -18,7 +18,7 @@ from realhf.report.findings import (
 )
 from realhf.report.page import (
     Card,
-    Code,
+    FoldedText,
     HtmlPage,
     PageBlock,
     PageSection,
@@ -229,20 +229,20 @@ def _about(run: RunFiles) -> PageSection:
         text = "\n".join(
             f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one['time']))}, in {one['directory']}\n"
             f"{one['command']}" for one in commands)
-        blocks.append(Code("Commands", text))
+        blocks.append(FoldedText("Commands", text))
     if versions := about.get("versions"):
         on = {name: about.get(name, "") for name in ("host", "device", "cores")}
-        blocks.append(Code("Versions and machine", "\n".join(
+        blocks.append(FoldedText("Versions and machine", "\n".join(
             f"{name:<14} {value}" for name, value in (versions | on).items())))
     plan = run.plan
     if plan is not None:
         layouts = {name: call.layout for name, call in plan.calls.items() if not name.startswith("eval/")}
         blocks.append(plan_mesh(layouts, figures.call_colors(run.timeline.kinds or layouts), about))
-        blocks.append(Code("Plan", read_text(run.path / "plan.yaml")))
+        blocks.append(FoldedText("Plan", read_text(run.path / "plan.yaml")))
     if run.config:
-        blocks.append(Code("Settings", json.dumps(run.config, indent=2, ensure_ascii=False)))
+        blocks.append(FoldedText("Settings", json.dumps(run.config, indent=2, ensure_ascii=False)))
     if run.summary:
-        blocks.append(Code("Summary", json.dumps(run.summary, indent=2, ensure_ascii=False)))
+        blocks.append(FoldedText("Summary", json.dumps(run.summary, indent=2, ensure_ascii=False)))
     return PageSection("about", "Plan, settings, versions, commands", blocks)
 
 
