@@ -118,7 +118,10 @@ def _model(run: Imported, actor: str) -> None:
         modules = "all-linear" if list(listed) == ["all-linear"] else tuple(listed)
         run.carry(f"{actor}.lora.target_modules", modules, "lora_target_modules")
     run.explain("Role(lora=LoraConfig(...))", "use_peft")
-    run.leave("adapters have no dropout here", "lora_dropout")
+    if run.has("lora_dropout"):
+        run.leave("adapters have no dropout here", "lora_dropout")
+    else:
+        run.note("lora_dropout: adapters have no dropout here, where TRL's default is 0.05")
 
 
 def _batches(run: Imported, trainer: str, devices: int) -> int:
@@ -278,7 +281,11 @@ def _data(run: Imported, trainer: str) -> None:
         if run["completion_only_loss"] is False:
             run.leave("prompts are never learned here", "completion_only_loss")
         run.explain("prompts are never learned here", "completion_only_loss")
-        run.explain("rows are packed without padding, and never joined", "packing", "padding_free")
+        if run["packing"]:
+            run.note(
+                "packing=True: TRL joins rows into sequences of max_length tokens, and its batches count "
+                "these; here batch_size counts rows, so a step has fewer tokens and an epoch more steps")
+        run.explain("rows of a step are one batch without padding", "packing", "padding_free")
     if trainer not in ("grpo", "rloo") and run["max_length"] is not None:
         run.carry(
             "dataset.max_completion_tokens", run["max_length"], "max_length",

@@ -179,7 +179,7 @@ def _batches(run: Imported) -> None:
 
 def _data(run: Imported) -> None:
     for theirs, ours in (("data.train_files", "dataset"), ("data.val_files", "eval_dataset.dataset")):
-        files = run[theirs]
+        files = run[theirs] if ours == "dataset" or run.has(theirs) else None  # Not a file that verl expects.
         paths = [_path(files)] if isinstance(files, str) else [_path(file) for file in files or ()]
         if paths:
             run.carry(f"{ours}.path", paths[0] if len(paths) == 1 else tuple(paths), theirs)
@@ -372,6 +372,8 @@ def _schedule(run: Imported) -> None:
 
 def _rest(run: Imported) -> None:
     devices = run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]
+    if run["trainer.nnodes"] == 1 and devices > 1:
+        run.command += ["--nproc", str(devices)]
     run.explain(
         f"{devices} devices: --nproc on one host, torchrun on several", "trainer.nnodes",
         "trainer.n_gpus_per_node")

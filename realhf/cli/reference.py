@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_experiment_arguments(parser)
     add = parser.add_argument
     text = "JSONL file to write: the rows with the columns ref_chosen_logps and ref_rejected_logps"
-    add("-o", "--output", required=True, metavar="ROWS", help=text)
+    add("-o", "--output", metavar="ROWS", help=text)
     add("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     add("--plan", help="plan file or shipped name; default: the call split over all ranks by dp")
 
@@ -40,6 +40,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def main(options: Namespace, words: list[str]) -> int:
     """Compute the log-probs, write the rows and return the exit code."""
     experiment = read_experiment(options, words, weights=True)
+    if options.output is None:
+        raise UserError("--output is missing: name the JSONL file to write")
     target = Path(options.output)
     sums = target.with_name(f".{target.name}.sums")
     if target.exists() and not is_worker():

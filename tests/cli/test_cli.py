@@ -809,7 +809,9 @@ def test_help(experiment, call):
         assert "<function" not in out  # Functions cannot be changed by options.
 
 
-COMMANDS = ("run", "check", "profile", "plan", "realloc", "scaling", "eval", "rollouts", "init")
+COMMANDS = (
+    "run", "check", "profile", "plan", "realloc", "scaling", "eval", "rollouts", "report", "init",
+    "reference")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -820,7 +822,7 @@ def test_every_option_of_a_command_is_explained(call, command):
     entries = re.split(r"\n  (?=-)", f"\n{options}")[1:]
     assert entries and [entry for entry in entries if not re.search(r"(  |\n +)\w", entry)] == []
     lines = examples.splitlines()
-    assert 1 <= len(lines) <= 3
+    assert 1 <= len(lines) <= 4
     for line in lines:
         words = line.removeprefix("  torchrun --nproc-per-node 4 -m").split()
         assert words[:2] == ["realhf", command]

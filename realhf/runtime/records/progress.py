@@ -102,10 +102,9 @@ class Progress:
 
     def start(self, dataset: Sized | None, *, held_out: Mapping[str, int]) -> None:
         e = self._program.experiment
-        self._say(
-            f"{e.steps} steps of {e.batch_size} prompts x {e.group_size} = {e.batch_size * e.group_size} "
-            f"samples; {len(dataset or ())} training prompts, {_counts(held_out)}"
-        )
+        samples = f"{e.batch_size} prompts x {e.group_size} = {e.batch_size * e.group_size} samples"
+        training = f"{len(dataset or ())} training prompts, {_counts(held_out)}"
+        self._say(f"{_steps(e.steps)} of {samples}; {training}")
         for call in self._program.graph.order:
             self._say(f"  {call.name:<18} {call.kind:<10} {self._program.plan[call.name].layout}")
         for name, (trained, total) in self._program.adapter_sizes.items():
@@ -170,7 +169,7 @@ class Progress:
         self.stop()
         tokens = [f"{count:,} tokens {what}" for what, count in summary["tokens"].items() if count]
         counted = "".join(f", {text}" for text in tokens)
-        lines = [f"{summary['steps']} steps in {_duration(summary['seconds'])}{counted}"]
+        lines = [f"{_steps(summary['steps'])} in {_duration(summary['seconds'])}{counted}"]
         lines += self._held_out(summary)
         for role, realloc in summary["realloc"].items():
             moved = f"{realloc['bytes_per_step'] / 1e6:.2f} MB per step"
@@ -299,6 +298,10 @@ def _number(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return "0" if abs(value) < _NOISE else f"{value:.4g}"
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
 
 
 def _duration(seconds: float) -> str:
