@@ -61,6 +61,7 @@ class CurvePanel:
     is_share: bool = False
 
 
+_FLAT = 0.05  # Curves that change by no more than this share of themselves begin at zero.
 _PANELS: tuple[tuple[str, str, str], ...] = (
     ("Response length", r"response_length/(?:mean|max)|(?:response_length)/p\d+", "tokens"),
     ("Cut off at max_new_tokens", r"response_length/clip_ratio", "share of the responses"),
@@ -130,12 +131,14 @@ def curves(runs: Sequence[RunFiles], panel: CurvePanel) -> Plot:
     figure = go.Figure(layout=layout(260, xaxis={"title": {"text": "step", "standoff": 6}}))
     width = 1
     several = len(runs) > 1
+    drawn: list[float] = []
     for number, run in enumerate(runs):
         for index, (metric, label) in enumerate(panel.metrics.items()):
             steps, values = run.metric(metric)
             if not steps:
                 continue
             steps, values, width = thinned(steps, values, _MOST_POINTS)
+            drawn += values
             name = f"{run.name}: {label}" if several and len(panel.metrics) > 1 else (
                 run.name if several else label)
             _add_curve(
@@ -144,6 +147,11 @@ def curves(runs: Sequence[RunFiles], panel: CurvePanel) -> Plot:
         if panel.band is not None and not several:
             _add_band(figure, run, *panel.band)
     note = f"each point is the mean of {width} steps" if width > 1 else ""
+    figure.update_yaxes(exponentformat="e")
+    if drawn and 0 <= max(drawn) - min(drawn) <= _FLAT * min(drawn):
+        figure.update_yaxes(rangemode="tozero")  # Flat curves show how large they are.
+    elif drawn and min(drawn) == max(drawn) == 0:
+        figure.update_yaxes(range=[0, 1])
     named = sum(curve.showlegend is not False for curve in figure.data)
     figure.update_layout(showlegend=named > 1 or several)
     of_panel = "" if several and panel.band is not None else panel.note

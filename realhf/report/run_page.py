@@ -47,7 +47,9 @@ def run_page(run: RunFiles, *, refresh_seconds: float | None = None) -> HtmlPage
     names = run.metric_names
     learning, speed, others = figures.panels(names)
     sections = [
-        PageSection("summary", "In short", [Sentences(summary(run))]),
+        PageSection(
+            "summary", "In short", [Sentences(summary(run))],
+            "From and to: means of the first and of the last tenth of a curve."),
         PageSection("curves", "Curves", [_panels([run], learning)], "Hover for values, drag to zoom."),
         *_time(run, speed), *_predictions(run), *_memory(run), *_weights(run), _rollouts(run),
         PageSection("more", "Other metrics", [_panels([run], others[:_MOST_PANELS])] if others else []),

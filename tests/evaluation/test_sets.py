@@ -59,7 +59,7 @@ def test_each_set_has_random_numbers_of_its_own():
         (lambda: Evaluation(DATA, samples=0), "Evaluation.samples is 0: it must be at least 1"),
         (lambda: Evaluation(DATA, max_rows=-1), "Evaluation.max_rows is -1: it must not be negative"),
         (lambda: Evaluation(DATA, correct_above=float("nan")), "correct_above is nan: it must be finite"),
-        (lambda: Evaluation(3), "path is of type int: it must be a file, a pattern, a hub name"),
+        (lambda: Evaluation(3), "dataset is of type int: it must be a file, a pattern, a hub name"),
         (lambda: Evaluation(DATA, samples=2, sampling=SamplingConfig(temperature=0.0)),
          "Evaluation.sampling.temperature is 0.0: it must be above 0, as Evaluation.samples is 2"),
         (lambda: named_sets({"a b": DATA}), "eval_dataset has a set named 'a b': a name must have letters"),

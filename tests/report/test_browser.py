@@ -167,7 +167,7 @@ def test_rollouts_are_filtered_and_tokens_coloured_turn_by_turn(open_page, page_
 
 def test_a_watched_page_loads_itself_again_and_keeps_its_place(open_page, tmp_path):
     path = make_run(tmp_path / "run", steps=5, finished=False)
-    run_page(RunFiles(path), refresh_seconds=0.5).save(tmp_path / "report.html")
+    run_page(RunFiles(path), refresh_seconds=4).save(tmp_path / "report.html")
     page = open_page(tmp_path / "report.html")
     page.fill("#step input.ranks", "2")
     page.locator("h1").click()
