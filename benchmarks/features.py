@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What peers offer, beside what realhf offers: each of ours with the test that holds it.
+"""The features of peers beside those of realhf: each of ours with the test that holds it.
 
     python benchmarks/features.py                      # the table, and every test that it names exists
     python benchmarks/features.py --clones DIR         # every name of a peer is in its repository (DIR/OWNER+NAME)

@@ -26,7 +26,7 @@ from realhf.nn.transformer import Transformer
 
 
 class Decoded(NamedTuple):
-    """What a recorded pass computes of each row: the hidden states and, if it samples, the next token with
+    """The results of a recorded pass for each row: the hidden states and, if it samples, the next token with
     its log-prob."""
 
     hidden_BH: Tensor

@@ -68,7 +68,7 @@ class MovedWeights:
 
 @dataclass
 class Timeline:
-    """What timeline.jsonl says: totals over all steps, and all events of some steps."""
+    """The content of timeline.jsonl: totals over all steps, and all events of some steps."""
 
     times: dict[int, RankTime] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class RunFiles:
 
     @property
     def predicted(self) -> Mapping[str, Any]:
-        """What the planner has predicted of a step, or `missing`: why there is nothing."""
+        """The planner's prediction of a step, or `missing`: why there is nothing."""
         return self.about.get("predicted") or {"missing": "the run has recorded no prediction"}
 
     @property

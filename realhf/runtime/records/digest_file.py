@@ -119,7 +119,7 @@ def _lines(step: int, pieces: Iterable[DigestPiece]) -> str:
 
 @dataclass(frozen=True)
 class CallDigest:
-    """What a call has computed in a step: totals by column, and if they are known, its samples."""
+    """The results of a call in a step: totals by column, and if they are known, its samples."""
 
     totals: Mapping[str, int]
     kinds: Mapping[str, ColumnKind]
