@@ -8,7 +8,13 @@ import traceback
 from collections.abc import MutableMapping
 from contextlib import nullcontext, suppress
 
-from realhf.signals import ENDING, end_by_signal, end_with_parent, signals_end_the_process
+from realhf.signals import (
+    ENDING,
+    end_by_signal,
+    end_with_parent,
+    end_without_teardown,
+    signals_end_the_process,
+)
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -27,13 +33,14 @@ def main() -> int:
     """Run the command line and return its exit code. A signal ends it with a sentence, unless it trains."""
     for number in (signal.SIGINT, signal.SIGTERM):  # No exceptions while Python starts and ends.
         signal.signal(number, signal.SIG_DFL)
-    says_so = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun has the signal, too, and prints a sentence.
-    with nullcontext() if says_so else signals_end_the_process(*ENDING):
+    is_worker = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun has the signal, too, and prints a sentence.
+    with nullcontext() if is_worker else signals_end_the_process(*ENDING):
         faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
         set_allocator(os.environ)
-        if sys.argv[1:2] == ["check"]:
-            return _run_apart()
-        return _run()
+        code = _run_apart() if sys.argv[1:2] == ["check"] else _run()
+    if is_worker:
+        end_without_teardown(code)
+    return code
 
 
 def _run() -> int:

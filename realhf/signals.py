@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals with which terminals and supervisors end a command."""
@@ -190,6 +190,18 @@ def end_by_signal(number: signal.Signals, more: str = "") -> None:
     with suppress(OSError):  # The terminal may be gone.
         os.write(sys.stderr.fileno(), f"realhf: ended by {number.name}{more}\n".encode())
     os._exit(1)
+
+
+def end_without_teardown(code: int) -> NoReturn:
+    """End this process, after its pools and threads that are no daemons, with an exit code.
+
+    The interpreter is not torn down: a daemon thread that is in native code then would abort the process.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    with suppress(OSError):  # The reader of a pipe may have ended.
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_parent(ends: bool = True, *, by: signal.Signals = signal.SIGKILL) -> None:

@@ -57,7 +57,8 @@ class MoodyLoss(type(train.work.loss)):
     def __call__(self, outputs, batch, totals):
         calls.append(len(batch))
         fails = Path(__file__).with_name("fails.json")
-        if fails.exists() and len(calls) >= 5 and int(os.environ["RANK"]) == 1:  # Two mini-batches in a step.
+        # The third step of two mini-batches; a class that a user wrote is tried three times before the first.
+        if fails.exists() and len(calls) >= 3 + 2 * 2 + 1 and int(os.environ["RANK"]) == 1:
             raise ArithmeticError("it is moody")
         return super().__call__(outputs, batch, totals)
 

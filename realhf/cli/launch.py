@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,7 +31,15 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.errors import UserError, catch_exits
 from realhf.planner.problem import Problem
 from realhf.runtime.compile.program import Program
-from realhf.signals import ENDING, SHOW_STACKS, SignalPipe, blocked, end_with_parent, ignore_until_later
+from realhf.signals import (
+    ENDING,
+    SHOW_STACKS,
+    SignalPipe,
+    blocked,
+    end_with_parent,
+    end_without_teardown,
+    ignore_until_later,
+)
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
 """Environment variable of workers that our own launcher has started."""
@@ -247,15 +254,10 @@ def _work(main: Callable[[], int], argv: Sequence[str], variables: dict[str, str
     sys.argv = ["realhf", *argv]
     try:
         code = main()
-        # Pools end, and other threads are waited for, as at the end of processes of multiprocessing.
-        threading._shutdown()  # type: ignore[attr-defined]
     except BaseException:
         traceback.print_exc()
         code = 1
-    with suppress(OSError):  # The reader of a pipe may have ended.
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    end_without_teardown(code)
 
 
 def _kill_group(pid: int) -> None:

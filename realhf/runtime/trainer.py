@@ -225,6 +225,7 @@ class Trainer:
         self._evaluations = Evaluations(program, state, data.held_out)
         beginning = begin(checkpoint, program, state, self._runner, data.loader)
         self._first_step = beginning.step
+        self._context.step = beginning.step - 1
         writes = out if self._is_main else None
         self._recorder = None if writes is None else _recorder(program, writes, beginning.history, track)
         clocks = clocks_ahead(world)

@@ -76,9 +76,10 @@ def test_ranks_end_if_rank_0_dies_or_finds_no_plan(tmp_path):
     (tmp_path / "b").mkdir()
     small = tmp_path / "small.yaml"
     small.write_text("""{
-        num_hosts: 1, devices_per_host: 2, device_memory_bytes: 9 kB, host_memory_bytes: 8 GB,
+        num_hosts: 1, devices_per_host: 2, device_memory_bytes: 1 MB, host_memory_bytes: 8 GB,
         device_type: cpu, memory_bandwidth_bytes_per_second: 1 GB/s, peak_flops: {float64: 1 TFLOP/s},
-        intra_host: {latency_seconds: 1 us, bandwidth_bytes_per_second: 1 GB/s}}""")
+        intra_host: {latency_seconds: 1 us, bandwidth_bytes_per_second: 1 GB/s},
+        inter_host: {latency_seconds: 1 us, bandwidth_bytes_per_second: 1 GB/s}}""")
     with ExitStack() as stack:
         slow = SLOW_GRAPH.format(began=str(began), seconds=10)  # The other rank is there by then.
         experiment = write_experiment(tmp_path / "b", "sft", body=slow)

@@ -101,8 +101,9 @@ def _steps(world, task, layouts, options, out):
     seen, passes = [(_device_bytes(store, program), [], {})], []
     if world.rank in program.homes["actor"]:
         blocks = store.engines["actor", program.homes["actor"]].model.blocks
-        first = blocks[0]
-        blocks[0] = lambda *args: passes.append(torch.is_grad_enabled()) or first(*args)
+        extend = blocks[0].extend
+        blocks[0].extend = lambda *args, **named: (
+            passes.append(torch.is_grad_enabled()) or extend(*args, **named))
     for step in range(2):
         executor.begin_step(is_last=step == 1)
         executor.run("step", range(step * 6, step * 6 + 6))

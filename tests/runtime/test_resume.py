@@ -116,6 +116,20 @@ def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts
     assert summaries[0]["eval_last"] == summaries[1]["eval_last"]
 
 
+def test_a_run_that_was_killed_before_its_summary_gets_it(tmp_path):
+    directory, out = write_task(tmp_path), tmp_path / "out"
+    layouts = ("d1@0",) * 3
+    run(World(), "grpo", layouts, directory, out, None)
+    summary = out / "summary.json"
+    whole = json.loads(summary.read_text())
+    summary.unlink()
+    run(World(), "grpo", layouts, directory, out, out / f"checkpoints/step_{STEPS}")
+    again = json.loads(summary.read_text())
+    assert again["steps"] == STEPS and Path(again["hf_dir"]).exists()
+    assert {key: again[key] for key in ("eval_first", "eval_last", "hf_dir", "tokens")} == {
+        key: whole[key] for key in ("eval_first", "eval_last", "hf_dir", "tokens")}
+
+
 @pytest.mark.slow
 def test_rows_of_a_large_file_go_on_where_the_checkpoint_was(tmp_path):
     """With lag, rows of earlier prompts are read again after a resume; rows that are left out shift them."""
