@@ -326,6 +326,8 @@ def row_numbers(work: Workload, strategy: ParallelStrategy) -> list[int]:
     numbers = [math.ceil(samples / n) for n in waves]
     if work.lengths.all_equal:  # With one row less than in equal waves, there is a further wave.
         numbers += [max(1, n - 1) for n, of in zip(numbers, waves, strict=True) if of <= _EQUAL_WAVES]
+    elif work.work_stealing:  # With one row less than all, replicas may share the rows more evenly.
+        numbers.append(max(1, samples - 1))
     return sorted(min(work.max_rows, n) for n in numbers)
 
 
@@ -441,6 +443,7 @@ def _row_axis(
     """
     last = max(fitting)
     first = min(set(fitting) - {0}, default=0)
+    first = 0 if first == 1 else first  # Otherwise fewer rows are taken to be slower.
     costs = {
         index: cost_of(replace(call_plan, max_rows=numbers[index], kv_cache_gib=None))
         for index in range(first, min(last + 2, len(numbers)))}

@@ -204,10 +204,10 @@ def test_bounds_are_those_of_the_tree_in_the_docs():
     assert best.gap < 1e-6 and f"{best.step_seconds:.2f} s" in text
 
 
-@pytest.mark.parametrize("seeds", marked([range(15), range(150)], quick=[0]))
+@pytest.mark.parametrize("seeds", marked([range(15), [39], range(150)], quick=[0, 1]))
 def test_no_bound_exceeds_the_step_of_a_plan(seeds):
     """Whole plans and unfinished ones, with and without lag; the bound from calls between two others also
-    equals its formula for whole plans."""
+    equals its formula for whole plans. With seed 39, replicas share waiting rows more evenly if fewer run."""
     ratios = []
     for seed in seeds:
         rng = random.Random(seed)
