@@ -355,6 +355,8 @@ def _schedule(run: Imported) -> None:
     if "eval_dataset.dataset.path" in run.values:
         run.carry("eval_every", max(0, run["trainer.test_freq"]), "trainer.test_freq")
         run.carry("eval_at_start", bool(run["trainer.val_before_train"]), "trainer.val_before_train")
+    else:
+        run.explain("there are no held-out rows", "trainer.test_freq", "trainer.val_before_train")
     if run.has("trainer.max_actor_ckpt_to_keep") and run["trainer.max_actor_ckpt_to_keep"]:
         run.carry("keep_checkpoints", run["trainer.max_actor_ckpt_to_keep"], "trainer.max_actor_ckpt_to_keep")
     if run.has("trainer.default_local_dir"):

@@ -163,6 +163,22 @@ def test_scripts_of_other_trainers(task, tmp_path, kind, settings, fields_of_our
     assert ours.graph().calls
 
 
+@pytest.mark.parametrize("settings", [
+    {}, {"beta": 0.02, "epsilon": 0.3, "epsilon_high": 0.4, "normalize_advantages": True,
+         "mask_truncated_completions": True}])
+def test_a_script_of_rloo_has_the_loss_of_trls_config(task, tmp_path, settings):
+    settings = {"max_steps": 4, "num_generations": 4} | settings
+    (tmp_path / "train.py").write_text(script(task, "RLOO", settings, arguments="reward_funcs=many"))
+    ours = imported([tmp_path / "train.py"], tmp_path / "mine.py")
+    theirs = trl.RLOOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
+    high = theirs.epsilon if theirs.epsilon_high is None else theirs.epsilon_high
+    assert (ours.reward_kl.kl_coef, ours.loss.clip_low, ours.loss.clip_high) == (
+        theirs.beta, theirs.epsilon, high)
+    assert (ours.normalize == "batch") == theirs.normalize_advantages
+    assert ours.loss.mask_truncated == theirs.mask_truncated_completions
+    assert ours.loss.ratio == "sequence"  # TRL's RLOO has one ratio for all of an answer.
+
+
 @pytest.mark.parametrize("trainer", sorted(KINDS))
 def test_defaults_are_those_of_trl(tmp_path, trainer):
     theirs = CONFIGS[trainer](output_dir=str(tmp_path), report_to="none", use_cpu=True)
