@@ -149,7 +149,10 @@ def summary(run: RunFiles) -> list[str]:
     lines = [f"The run ended early: {run.failure}"] if run.failure else []
     rewards = reward_names(run)
     several = rewards if len(rewards) > 1 else {"reward/mean": "The mean reward"}
-    trends = [found for metric, name in several.items() if (found := trend(run, metric, name)) is not None]
+    weights = _reward_weights(run)
+    trends = [
+        found for metric, name in several.items()
+        if (found := trend(run, metric, name + weights.get(name, ""))) is not None]
     if len(rewards) > 1 and trends:
         order = {"fell": 0, "rose": 1, "stayed": 2}
         parts = [str(found) for found in sorted(trends, key=lambda found: order[found.verb])]
@@ -173,6 +176,18 @@ def summary(run: RunFiles) -> list[str]:
     if waits := waiting(run):
         lines.append(waits[0].sentence)
     return lines
+
+
+def _reward_weights(run: RunFiles) -> dict[str, str]:
+    """Return, by name, the weights of rewards other than 1, in words."""
+    functions = run.config.get("reward_function")
+    found = {}
+    for one in functions if isinstance(functions, list) else [functions]:
+        if isinstance(one, dict) and one.get("weight", 1.0) != 1.0:
+            function = one.get("function")
+            called = function.rpartition(".")[2] if isinstance(function, str) else ""
+            found[one.get("name") or called] = f" (weight {number(one['weight'])})"
+    return found
 
 
 def _signs(run: RunFiles) -> list[str]:

@@ -200,7 +200,7 @@ def _memory(run: RunFiles) -> list[PageSection]:
         return []
     on_gpu = any("perf/memory_bytes" in name for name in run.metric_names)
     note = ("the peak of the allocator in the fullest call" if on_gpu else
-            "what engines hold at the end of the fullest call; on a CPU passes are not counted")
+            "what engines hold at the end of the fullest call; on a CPU, what passes take is not measured")
     return [PageSection("memory", "Memory of each rank", [
         Plots([Plot("The most in any call", figures.memory_by_rank(run), note)], is_wide=True)])]
 

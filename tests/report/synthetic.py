@@ -40,7 +40,9 @@ def make_run(
         rollout for step in range(1, steps + 1)
         for rollout in rollouts(step, rollouts_per_step, rng, tokens=tokens, text=text)))
     roles = {"actor": {"dtype": "float32"}}
-    config = {"steps": steps, "batch_size": 8, "seed": 1, "roles": roles}
+    rewards = [{"function": "rewards.is_exact", "name": "exact", "weight": 1.0},
+               {"function": "rewards.format", "name": None, "weight": 0.25}, "rewards.other"]
+    config = {"steps": steps, "batch_size": 8, "seed": 1, "roles": roles, "reward_function": rewards}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "plan.yaml").write_text("calls:\n" + "".join(
         f"  {name}: {{layout: {'d1@1' if kind == 'host' else layout}}}\n" for name, kind, _, _ in CALLS))

@@ -44,7 +44,7 @@ def test_rewards_are_told_apart_and_what_fell_comes_first(run):
     assert set(reward_names(run).values()) == {"exact", "format"}
     assert trend(run, "reward/format/mean", "format").verb == "fell"
     (line,) = (line for line in summary(run) if line.startswith("Rewards"))
-    assert line == "Rewards by name: format fell from 0.9 to 0.3; exact rose from 0.1 to 0.9."
+    assert line == "Rewards by name: format (weight 0.25) fell from 0.9 to 0.3; exact rose from 0.1 to 0.9."
     assert any(line.startswith(f"Rank {LATE_RANK} waits longest, 71% of its time: 71% for the inputs")
                for line in summary(run))
 
