@@ -42,4 +42,4 @@ experiment = GRPO(
     eval_dataset=DatasetConfig(str(task / "held_out.jsonl")),
     environment=Environment(Tries, max_turns=3, max_tokens=96),
     sampling=SamplingConfig(max_new_tokens=24),
-    steps=20, batch_size=8, group_size=8, eval_every=10)
+    steps=12, batch_size=8, group_size=8, eval_every=4)
