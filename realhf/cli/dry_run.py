@@ -50,6 +50,8 @@ _PERCENT = 20.0
 """A reward in percent differs by at least so much, and so many times a reward whose range is `_SHARE`."""
 _OTHER_ANSWERS = ("I do not know.", "0")
 """Answers with which an environment is tried again that has failed with the first one."""
+_MOST_TOOLS = 8
+"""Tools of an environment that are called."""
 _MAX_SHOWN = 600
 """Most characters of the first prompt that are shown; its middle is left out."""
 
@@ -90,7 +92,7 @@ class FirstLearned(NamedTuple):
 
 
 class PlayedRollout(NamedTuple):
-    """A rollout in which the model always says the same."""
+    """A rollout in which the model always says the same; others call each tool once."""
 
     said: str
     start: list[int]
@@ -98,13 +100,15 @@ class PlayedRollout(NamedTuple):
     turns: int
     stop: str
     rewards: dict[str, float]
+    called: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rewards = ", ".join(f"{name} {value:g}" for name, value in self.rewards.items())
         turns = f"{self.turns} turn{'s' * (self.turns != 1)}"
         return (
             f"the chat template is append-only; a rollout that always says {self.said!r} had {turns}, "
-            f"stopped by {self.stop}, rewards: {rewards or 'none'}")
+            f"stopped by {self.stop}, rewards: {rewards or 'none but 0'}"
+            + (f"; others called {', '.join(self.called)} once" if self.called else ""))
 
 
 def _printable(text: str) -> str:
@@ -160,7 +164,9 @@ def _play(
     settings = TurnSettings(
         work.seed, work.sampling.max_new_tokens, config.context_tokens, config.eos_token_ids)
     seen = {key: row[key] for key in call.inputs[1:]}
+    began = time.monotonic()
     rollout = play(work.environment, seen, said, settings)
+    is_quick = time.monotonic() - began < _MAX_TRIAL_SECONDS
     failure = f"the environment has ended with {rollout['stop']}: {rollout['sentence']}"
     if rollout["sentence"]:
         if len(rollout["messages"]) == 0 or rollout["stop"] in ("step_timeout", "worker_lost"):
@@ -170,10 +176,43 @@ def _play(
             answers = ", ".join(map(repr, _OTHER_ANSWERS))
             raise UserError(f"{failure}; check answered {said!r}, and then {answers}: each rollout failed")
         warnings.append(f"{failure}; check always answered {said!r}")
+    elif is_quick:
+        warnings.extend(_other_answers(rollout, play(work.environment, seen, said, settings)))
     warnings.extend(rollout["notes"])
     warnings.extend(_unknown_text(rollout, tokenizer))
+    called = []
+    if rollout["calls"] and work.environment.environment.max_turns == 1:
+        warnings.append("environment.max_turns is 1: the model never reads what a tool has answered")
+    for tool, tokens in list(rollout["calls"].items())[:_MOST_TOOLS]:
+        if len(tokens) > settings.max_new_tokens:
+            warnings.append(
+                f"a call of the tool {tool} has {len(tokens)} tokens, and sampling.max_new_tokens is "
+                f"{settings.max_new_tokens}: the model cannot make it")
+            continue
+        called.append(tool)
+        after = play(work.environment, seen, said, settings, tool=tool)
+        if after["sentence"]:
+            warnings.append(
+                f"the environment has ended with {after['stop']}: {after['sentence']}; check called {tool} "
+                f"with made-up arguments: {tokenizer.decode(tokens)}")
+            if after["stop"] in ("step_timeout", "worker_lost"):
+                break
     return PlayedRollout(
-        said, rollout["start"], len(rollout["turns"]), rollout["stop"], rewards_by_name(rollout))
+        said, rollout["start"], len(rollout["turns"]), rollout["stop"], rewards_by_name(rollout),
+        tuple(called))
+
+
+def _other_answers(first: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning if two rollouts of one row and seed differ, in which the model said the same."""
+    what = next((what for what in ("messages", "stop") if first[what] != again[what]), None)
+    rewards = [[turn["rewards"] for turn in rollout["turns"]] for rollout in (first, again)]
+    if what is None and rewards[0] != rewards[1]:
+        what = "rewards"
+    if what is not None:
+        yield (
+            f"the {what} of a rollout were others when check played it again, with the same row and seed: "
+            "what an environment does must follow from these and from the model's messages, or a run cannot "
+            "be repeated or resumed")
 
 
 def _unknown_text(rollout: Mapping[str, Any], tokenizer: LightTokenizer) -> Iterator[str]:

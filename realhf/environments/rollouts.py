@@ -316,7 +316,8 @@ class EnvironmentTurnSource(TurnSource):
         self._observations: list[Observation] = []
         self._to_tell: deque[tuple[_Rollout, list[int]]] = deque()
         """Turns that are told again."""
-        self._has_warned = False
+        self.is_silent = False
+        """Whether nothing is printed of rollouts that fail, as the first one is otherwise."""
         self._num_answers = 0
         self._seconds = 0.0
         self.end_token_ids = template.with_tools(())[0].end_token_ids
@@ -361,6 +362,19 @@ class EnvironmentTurnSource(TurnSource):
     def tokens(self, sample: SampleId) -> list[int]:
         """Return the tokens of a sample so far."""
         return self._rollouts[sample].tokens
+
+    def calls(self, sample: SampleId) -> dict[str, list[int]]:
+        """Return for each tool of a sample the tokens of a call with made-up arguments.
+
+        A tool is left out if the chat template does not show how it is called.
+        """
+        rollout = self._rollouts[sample]
+        found = {}
+        for call in rollout.parse.made_up_calls():
+            text = rollout.turns.call_text(call)
+            if text is not None and rollout.parse(text).message.get("tool_calls"):
+                found[call["function"]["name"]] = rollout.turns.encode(text)
+        return found
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences about what may surprise in the chat template."""
@@ -610,8 +624,8 @@ class EnvironmentTurnSource(TurnSource):
         if on_failure == "stop":
             raise UserError(f"{what} (environment.on_failure is 'stop')")
         rollout.dropped = stop in FAILURES and on_failure == "drop"
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.is_silent:
+            self.is_silent = True
             then = "it is dropped with its group" if rollout.dropped else "it has the rewards so far"
             warn(f"{what}; {then}")
         if rollout.record is not None:
@@ -637,23 +651,30 @@ class EnvironmentTurnSource(TurnSource):
 
 
 def play(
-    factory: EnvironmentTurnSourceFactory, row: Mapping[str, Any], said: str, settings: TurnSettings
+    factory: EnvironmentTurnSourceFactory, row: Mapping[str, Any], said: str, settings: TurnSettings,
+    *, tool: str = "",
 ) -> dict[str, Any]:
-    """Return a rollout in which a stub always says the same text.
+    """Return a rollout in which a stub always says the same text; with `tool`, it calls this tool first.
 
-    It also has its `tokens`, the `start` of them, which the model reads first, and `notes` about the chat
-    template.
+    It also has its `tokens`, the `start` of them, which the model reads first, `notes` about the chat
+    template, and `calls`: for each tool the tokens of a call with made-up arguments.
     """
     sample = SampleId(0)
     source = factory.start({sample: row}, settings)
+    source.is_silent = True
     start: list[int] = []
+    calls: dict[str, list[int]] = {}
     (end,) = sorted(source.end_token_ids)[:1]
-    tokens = [*LightTokenizer(factory.tokenizer).encode(said, add_special_tokens=False), end]
+    answer = [*LightTokenizer(factory.tokenizer).encode(said, add_special_tokens=False), end]
     while source.num_waiting:
         arrived = source.poll(1.0)
-        start = next((list(group.tokens) for group in arrived.beginnings), start)
+        for group in arrived.beginnings:
+            start = list(group.tokens)
+            calls = source.calls(sample)
         limits = [group.limit for group in arrived.beginnings] + [turn.limit for turn in arrived.observations]
         for limit in filter(None, limits):
+            tokens = [*calls[tool], end] if tool and arrived.beginnings else answer
             source.turn_ended(sample, tokens[:limit], finished=len(tokens) <= limit)
     (rollout,), _ = source.results([sample])
-    return rollout | {"notes": source.notes(), "start": start, "tokens": source.tokens(sample)}
+    return rollout | {
+        "notes": source.notes(), "start": start, "tokens": source.tokens(sample), "calls": calls}

@@ -106,6 +106,7 @@ class AnswerParser:
 
     def __init__(self, tokenizer: Any, tools: Sequence[Schema]) -> None:
         self._tools = {tool["function"]["name"]: tool for tool in tools}
+        """Name -> the schema of the tool."""
         self._response_template = getattr(tokenizer, "response_template", None)
         self._find: Callable[[str], tuple[str, list[Any]]] = _no_calls
         if not tools or self._response_template is not None:
@@ -136,6 +137,16 @@ class AnswerParser:
             call["id"] = f"call{(first_call + i) % 100000:05d}"  # Mistral's templates want nine characters.
             faults.append(self._fault(call["function"]))
         return ParsedAnswer(message, tuple(faults))
+
+    def made_up_calls(self) -> list[dict[str, Any]]:
+        """Return a call of each tool, with arguments of the types in its schema."""
+        calls = []
+        for name, tool in self._tools.items():
+            arguments = _made_up({"type": "object", **(tool["function"].get("parameters") or {})})
+            calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+        for number, call in enumerate(calls):
+            call["id"] = f"call{number:05d}"
+        return calls
 
     def _by_form(self, text: str) -> ChatMessage:
         thought, found, said = text.rpartition("</think>")
@@ -203,6 +214,22 @@ def value_fault(value: Any, schema: Mapping[str, Any], where: str) -> str:
         faults = [value_fault(part, schema["items"], f"{where}[{i}]") for i, part in enumerate(value)]
         return next((fault for fault in faults if fault), "")
     return ""
+
+
+def _made_up(schema: Mapping[str, Any]) -> Any:
+    """Return a value as a JSON schema says, as far as schemas of functions go."""
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return _made_up(options[0])
+    if "enum" in schema:
+        return schema["enum"][0]
+    kinds = schema.get("type") or "string"
+    kind = kinds if isinstance(kinds, str) else kinds[0]
+    if kind == "object":
+        parts = schema.get("properties") or {}
+        return {name: _made_up(parts[name]) for name in schema.get("required", ()) if name in parts}
+    if kind == "array":
+        return [_made_up(schema["items"])] if isinstance(schema.get("items"), dict) else []
+    return {"integer": 1, "number": 1.0, "boolean": True, "null": None}.get(kind, "1")
 
 
 def _is_of(value: Any, kind: str) -> bool:

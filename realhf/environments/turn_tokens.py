@@ -123,6 +123,25 @@ class TurnTokens:
                 "the eos tokens of the model's generation_config.json")
         return end, after[at + len(end) :]
 
+    def call_text(self, call: Mapping[str, Any]) -> str | None:
+        """Return what the model says to make a tool call and nothing else, up to the end of its turn.
+
+        None: the template does not show it.
+        """
+        for as_text in (False, True):  # Some templates want arguments as JSON text.
+            function = dict(call["function"])
+            if as_text:
+                function["arguments"] = json.dumps(function["arguments"])
+            says = {"role": "assistant", "content": "", "tool_calls": [{**call, "function": function}]}
+            try:
+                whole = self.render([_QUESTION, says], asks=False)
+            except ValueError:
+                continue
+            said = whole.removeprefix(before := self.render([_QUESTION], asks=True))
+            places = [at for end in self._ends if (at := said.find(end)) >= 0]
+            return said[: min(places, default=len(said))] if whole.startswith(before) else None
+        return None
+
     def answer_text(self, tokens: Sequence[int]) -> str:
         """Return the text of a turn of the model, with special tokens but for the one that ends it."""
         if tokens and tokens[-1] in self.end_token_ids:

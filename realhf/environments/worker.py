@@ -208,8 +208,10 @@ class _Object:
             self._environment = self._worker.make()
             self._name = type(self._environment).__name__
             if not callable(getattr(self._environment, "step", None)):
+                is_trls = callable(getattr(self._environment, "reset", None))
+                mend = ": wrap a class of TRL's form, Environment(partial(TRLEnvironment, C))" * is_trls
                 raise _UnusableClass(
-                    f"{self._name} has no method step(message), which an environment must have")
+                    f"{self._name} has no method step(message), which an environment must have{mend}")
             self._is_async = inspect.iscoroutinefunction(self._environment.step)
             if not callable(getattr(self._environment, "start", None)):
                 return None

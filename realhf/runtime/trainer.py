@@ -455,6 +455,7 @@ class Trainer:
             "steps": steps,
             "seconds": self._journal.seconds,
             "tokens": self._journal.tokens,
+            "failed": statistics.fmean(metrics.get("reward/failed", 0.0) for metrics in history or [{}]),
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
             "realloc": {},
             "memory": largest_by_call(history),

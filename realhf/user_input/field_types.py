@@ -6,6 +6,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
@@ -53,7 +54,10 @@ def _wrapped(value: Any, hint: Any) -> str:
         takes_function = any(typing.get_origin(option) is Callable for option in options)
         if takes_function and not isinstance(value, str | int | float | Mapping | Sequence):
             made = value if isinstance(value, type | types.FunctionType) else type(value)
-            return f" (did you mean {kind.__name__}({made.__name__})?)"
+            text = made.__name__
+            if isinstance(value, partial):
+                text = f"partial({getattr(value.func, '__name__', '...')}, ...)"
+            return f" (did you mean {kind.__name__}({text})?)"
         if isinstance(value, str | int | float) and _is_legal(value, first):
             return f" (did you mean {kind.__name__}({shown(value)})?)"
     return ""

@@ -25,6 +25,8 @@ _HOLDERS = {
 _DEVICES = "it counts the prompts of a step on all devices; `micro_batch_tokens` of the plan bounds one pass"
 _REWARDS = "write reward_function=[f, Reward(g, weight=...)] in the experiment file"
 _EVALUATION = "write eval_dataset=Evaluation(DatasetConfig(...), samples=...) in the experiment file"
+_ENVIRONMENT = (
+    "write environment=Environment(partial(TRLEnvironment, C)) in the experiment file, for TRL's class C")
 _ADAPTERS = "write Role(lora=LoraConfig(...)) in the experiment file, or give --actor.lora.rank"
 _BFLOAT16 = 'write Role(dtype="bfloat16") in the experiment file, or give --actor.dtype bfloat16'
 _RECOMPUTE = "it is the option `recompute: true` of a call in the plan, and --plan auto sets it where needed"
@@ -139,6 +141,7 @@ OTHER_NAMES: Mapping[str, Ours] = {
     "val_max_samples": Ours(("eval_dataset.max_rows",)),
     **dict.fromkeys(("eval_steps", "test_freq"), Ours(("eval_every",))),
     **dict.fromkeys(("eval_on_start", "val_before_train"), Ours(("eval_at_start",))),
+    "environment_factory": Ours(instead=_ENVIRONMENT),
     # Runs, checkpoints and logs.
     **dict.fromkeys(("save_steps", "save_freq"), Ours(("checkpoint_every",))),
     **dict.fromkeys(("save_total_limit", "max_actor_ckpt_to_keep"), Ours(("keep_checkpoints",))),

@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
@@ -18,6 +19,7 @@ from realhf.environments.tool_calls import (
     schema_of,
     value_fault,
 )
+from realhf.environments.turn_tokens import TurnTokens
 from realhf.errors import UserError
 from realhf.rewards.sandbox import Sandbox
 from tests.environments.test_turn_tokens import says, tokenizer, user
@@ -68,6 +70,38 @@ def test_parallel_calls_in_the_forms_of_models(name):
     assert found.message["content"] == ("" if name == "llama3_1" else "So:")
     plain = parsed("It is 5. {not a call}", name)
     assert plain.message == {"role": "assistant", "content": "It is 5. {not a call}"} and plain.is_sound
+
+
+def mixed(
+    n: int, x: float, s: str, flag: bool, many: list[int], of: Literal["a", "b"], maybe: int | None = None
+) -> str:
+    """Take values of all types.
+
+    Args:
+        n: A whole number.
+        x: A number.
+        s: A text.
+        flag: Yes or no.
+        many: Numbers.
+        of: One of two.
+        maybe: A number or nothing.
+    """
+    return s
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_made_up_call_is_said_as_the_template_writes_it(name):
+    """Its arguments are of the function's types, and the text is read as this call."""
+    parser = AnswerParser(tokenizer(name), [schema_of(mixed)])
+    turns = TurnTokens(tokenizer(name), tools=[schema_of(mixed)])
+    (call,) = parser.made_up_calls()
+    found = parser(turns.call_text(call))
+    assert found.is_sound, found.faults
+    assert [c["function"] for c in found.message["tool_calls"]] == [call["function"]]
+    types = {"n": int, "x": float, "s": str, "flag": bool, "many": list, "of": str}
+    made = call["function"]["arguments"]
+    assert {key: type(value) for key, value in made.items()} == types
+    assert made["of"] in ("a", "b") and [type(value) for value in made["many"]] == [int]
 
 
 def test_thinking_is_apart_and_calls_in_it_are_none():

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,39 @@ def test_an_environment_that_always_fails_is_refused(example, capsys, body, code
     assert says in capsys.readouterr().err
 
 
+LOOKS = 'return "coin" if box == self.coin else "empty"'
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({}, ""),
+    ({LOOKS: "raise KeyError(box)"}, "FindCoin.step raised KeyError: 1 ("),
+    ({"return Turn(results, metrics": "return Turn(results, reward=[1.0], metrics"}, "; check called look"),
+    ({'"content": self.look(': '"content": 7, "box": self.look('}, "; check called look with made-up "),
+    ({"def look": "def peek", "self.look": "self.peek", '"look"': '"peek"'}, "a call of the tool peek has "),
+    ({"random.Random(seed)": "random.Random()", "coin is in": "coin of {random.random()} is in"},
+     "the messages of a rollout were others when check played it again"),
+    ({"max_turns=3": "max_turns=1"}, "environment.max_turns is 1: the model never reads what a tool "),
+])
+def test_check_calls_each_tool_and_plays_again(tmp_path, monkeypatch, capsys, changes, says):
+    """A call that the model cannot make, and what fails or differs when a tool is called, are warnings."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--template", "environment", "game"]) == 0
+    text = {name: Path("game", name).read_text() for name in ("environment.py", "experiment.py")}
+    for name, before in text.items():
+        after = before
+        for old, new in changes.items():
+            after = after.replace(old, new)
+        Path("game", name).write_text(after)
+    # A process of its own: modules named `environment` differ.
+    assert all(old in "".join(text.values()) for old in changes)
+    command = [sys.executable, "-m", "realhf", "check", "game/experiment.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "rollout" in line or "tool" in line]
+    assert says in done.stderr and len(warnings) == bool(says), done.stderr
+    assert ("others called look once" in done.stdout) == ("peek" not in str(changes))
+
+
 @pytest.mark.parametrize("most", ["400", "None"])
 def test_rollouts_longer_than_the_model_was_made_for(example, capsys, most):
     """The limit of whole rollouts is named; without one, they may fill the model's context."""
@@ -198,6 +232,18 @@ def test_a_run_in_which_everything_failed_has_failed(example, capsys):
     assert "all samples have failed in every step (1): nothing has been trained" in capsys.readouterr().err
 
 
+def test_a_run_says_at_its_end_how_many_failed(example, capsys):
+    execute_file(example, name="guess_number_once")
+    body = "return Turn(done=True) if ord(message['content'][:1] or '0') % 4 else 1 / 0"
+    Path("mine.py").write_text(FAILING.format(parameters="self, message", body=body))
+    size = ["--steps", "2", "--batch_size", "8", "--group_size", "4"]
+    assert main(["run", "mine.py", "--out", "out", "--nproc", "1", *size]) == 0
+    shares = [step["reward/failed"] for step in _objects(Path("out/metrics.jsonl")) if step["step"] > 0]
+    failed = json.loads(Path("out/summary.json").read_text())["failed"]
+    assert 0 < failed < 1 and failed == pytest.approx(sum(shares) / 2)
+    assert f"rewards or environments of {failed:.1%} of all samples failed" in capsys.readouterr().err
+
+
 def test_a_run_does_not_start_with_tools_that_nobody_can_call(example, capsys):
     execute_file(example, name="guess_number_once")
     text = FAILING.format(parameters="self, message", body="pass").replace("Mine, ", "tools=(tool_add,), ")
@@ -211,7 +257,7 @@ def test_a_run_does_not_start_with_tools_that_nobody_can_call(example, capsys):
 def test_the_guide_says_what_holds(example, capsys):
     """Its snippet is a sound experiment, and its table has all stop reasons."""
     execute_file(example, name="guess_number_once")
-    text, _ = (text for language, text in fences(PAGE) if language == "python")
+    text, _, _ = (text for language, text in fences(PAGE) if language == "python")
     Path("guess.py").write_text(text)
     Path("guess.jsonl").write_text('{"prompt": "?", "most": 6}\n' * 4)
     assert main(["check", "guess.py"]) == 0, capsys.readouterr().err
@@ -221,7 +267,7 @@ def test_the_guide_says_what_holds(example, capsys):
 
 def test_the_class_with_a_tool_of_the_guide_answers_calls(tmp_path):
     """It answers calls as an environment of the same function does."""
-    _, text = (text for language, text in fences(PAGE) if language == "python")
+    _, text, _ = (text for language, text in fences(PAGE) if language == "python")
     (tmp_path / "sums.py").write_text(text)
     page = execute_file(tmp_path / "sums.py", name="sums_of_the_guide")
     sums = page.Sums()
@@ -230,6 +276,22 @@ def test_the_class_with_a_tool_of_the_guide_answers_calls(tmp_path):
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     assert sums.step(message).messages == call_tools(message, {"add": page.add}).messages
     assert sums.step({"role": "assistant", "content": "It is 5."}).reward == 1.0
+
+
+def test_the_class_of_trls_form_of_the_guide_is_played(tmp_path):
+    """The reward is that of the door which the last call has opened."""
+    *_, text = (text for language, text in fences(PAGE) if language == "python")
+    (tmp_path / "trls.py").write_text(text)
+    page = execute_file(tmp_path / "trls.py", name="trls_of_the_guide")
+    rewards = []
+    for door in (1, 2):
+        played = page.environment.make()
+        (tool,) = played.start({"behind": 2}, 0).tools
+        call = {"type": "function", "id": "a", "function": {"name": "open", "arguments": {"door": door}}}
+        (said,) = played.step({"role": "assistant", "content": "", "tool_calls": [call]}).messages
+        assert tool.__name__ == "open" and said["content"] == {1: "nothing", 2: "a goat"}[door]
+        rewards.append(played.step({"role": "assistant", "content": "It is there."}).reward)
+    assert rewards == [0.0, 1.0]
 
 
 def _experiment(**changes):

@@ -171,6 +171,8 @@ class Progress:
         counted = "".join(f", {text}" for text in tokens)
         lines = [f"{_steps(summary['steps'])} in {_duration(summary['seconds'])}{counted}"]
         lines += self._held_out(summary)
+        if failed := summary["failed"]:
+            lines.append(f"rewards or environments of {failed:.1%} of all samples failed")
         for role, realloc in summary["realloc"].items():
             moved = f"{realloc['bytes_per_step'] / 1e6:.2f} MB per step"
             rate = realloc["gbytes_per_s"]
