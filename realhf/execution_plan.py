@@ -34,14 +34,16 @@ class CallPlan:
     def __post_init__(self) -> None:
         rows = 1 if self.max_rows is None else self.max_rows
         for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", rows)):
-            require(is_whole(num), name, shown(num), "be a whole number of at least 1")
+            if not is_whole(num):
+                require(False, name, shown(num), "be a whole number of at least 1")
         gib = self.kv_cache_gib
         is_number = isinstance(gib, int | float) and not isinstance(gib, bool)
         is_legal = gib is None or (is_number and 0 < gib < inf)
-        require(is_legal, "kv_cache_gib", shown(gib), "be a number of GiB above 0")
+        if not is_legal:
+            require(False, "kv_cache_gib", shown(gib), "be a number of GiB above 0")
         for name in OPTIONS:
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, shown(value), "be true or false")
+            if not isinstance(value := getattr(self, name), bool):
+                require(False, name, shown(value), "be true or false")
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -73,29 +73,48 @@ class RowTable:
         self._by_mesh = by_mesh
 
     @cached_property
+    def _enough(self) -> np.ndarray:
+        """The bytes at each place with which each variant takes its least seconds."""
+        fastest = self._seconds.argmin(axis=1)  # With the rows of this index, or fewer.
+        enough: np.ndarray = self._num_bytes[np.arange(len(fastest)), np.maximum(0, fastest - 1)]
+        return enough
+
+    @cached_property
     def _least(self) -> np.ndarray:
         """The least seconds in each mesh, and of all candidates, at each place and level of room."""
         known: dict[bytes, np.ndarray] = {}
-        rooms = np.arange(1, _LEVELS + 1) / _LEVELS * self._most
-        for part in (parts := [*self._by_mesh, np.arange(len(self._variants))]):
-            some = np.unique(self._variants[part])
+        parts = [np.unique(self._variants[part]) for part in self._by_mesh]
+        parts.append(np.arange(len(self._seconds)))
+        for some in parts:
             if some.tobytes() not in known:
-                of_variants = [
-                    self._seconds[v][np.minimum(
-                        (self._num_bytes[v][..., None] <= rooms).sum(axis=0), self._seconds.shape[1] - 1)]
-                    for v in some]
-                known[some.tobytes()] = np.min(of_variants, axis=0)
-        return np.stack([known[np.unique(self._variants[part]).tobytes()] for part in parts])
+                known[some.tobytes()] = self._least_of(some)
+        return np.stack([known[some.tobytes()] for some in parts])
+
+    def _least_of(self, variants: np.ndarray) -> np.ndarray:
+        """Return the least seconds of some variants at each place and level of room, (PLACES, _LEVELS)."""
+        seconds = self._seconds[variants]
+        with_room = np.broadcast_to(
+            np.append(seconds[:, 1:], seconds[:, -1:], axis=1)[..., None], (*seconds.shape, PLACES))
+        level = np.ceil(self._num_bytes[variants] / self._most * _LEVELS - 1).clip(0, _LEVELS)
+        place = np.broadcast_to(np.arange(PLACES), with_room.shape)
+        least = np.full((PLACES, _LEVELS + 1), seconds[:, 0].min(initial=np.inf))
+        np.minimum.at(least, (place, level.astype(int)), with_room)
+        least_with: np.ndarray = np.minimum.accumulate(least[:, :_LEVELS], axis=1)
+        return least_with
 
     def least_seconds(self, choices: np.ndarray, place: np.ndarray, room: np.ndarray) -> np.ndarray:
-        """Return the least seconds of the rows that fit in `room` bytes at a place, for some choices.
+        """Return the least seconds of the rows that fit in `room` bytes at a place, for some choices; or 0
+        where these are not more than without a limit.
 
         If so many rows fit, and the next number does not, there may be any number of rows in between.
         """
-        least = np.empty(len(choices))
+        least = np.zeros(len(choices))
         is_candidate = (choices >= 0) & (choices < len(self._variants))
         of_one = np.flatnonzero(is_candidate)
         variant = self._variants[choices[of_one]]
+        is_limited = room[of_one] < self._enough[variant, place[of_one]]
+        of_one = of_one[is_limited]
+        variant = variant[is_limited]
         fits = self._num_bytes[variant, :, place[of_one]] <= room[of_one, None]
         index = np.minimum(fits.sum(axis=1), fits.shape[1] - 1)
         least[of_one] = self._seconds[variant, index]

@@ -32,7 +32,7 @@ class _Layouts(NamedTuple):
     kind: np.ndarray
 
 
-class _Parts(NamedTuple):
+class RankBytes(NamedTuple):
     """The memory of plans on the first rank of each mesh of the `groups` that are not open in all plans.
 
     Arrays are (ranks, groups, plans), or (ranks, plans): whether and at which place a group's mesh has the
@@ -44,6 +44,10 @@ class _Parts(NamedTuple):
     place: np.ndarray
     resting: np.ndarray
     running: np.ndarray
+
+    def of(self, plans: np.ndarray) -> "RankBytes":
+        """Return those of some of the plans."""
+        return RankBytes(self.groups, *(array[..., plans] for array in self[1:]))
 
 
 class MemoryBounds:
@@ -58,17 +62,19 @@ class MemoryBounds:
         self._smaller = self._capacity - account.available
         self._part_bits = np.array([part_size(n).bit_length() - 1 for n in range(account.num_ranks + 1)])
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
-        self._layouts = _number_layouts(groups)
+        self.layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
 
-    def excess(self, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
+    def excess(
+        self, choices: np.ndarray, *, exact: bool = True, of_ranks: RankBytes | None = None
+    ) -> np.ndarray:
         """Return the bytes that the fullest rank of each plan lacks; at most 0 if the plan fits.
 
         A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
-        are lower bounds, and without `exact` those of all plans.
+        are lower bounds, and without `exact` those of all plans. `of_ranks` are the plans' `rank_bytes`.
         """
         self.account.deadline.check()
-        excess = self._fullest(self._parts(choices)) - self._capacity
+        excess = self._fullest(self.rank_bytes(choices) if of_ranks is None else of_ranks) - self._capacity
         if exact:
             is_complete = np.ones(len(choices), bool)
             for group, choice in zip(self._groups, choices.T, strict=True):
@@ -106,32 +112,25 @@ class MemoryBounds:
             for group in self._groups]
         return [heads.pop() if len(heads) == 1 else -u for u, heads in enumerate(of_groups, start=1)]
 
-    def _fullest(self, parts: "_Parts") -> np.ndarray:
+    def _fullest(self, parts: RankBytes) -> np.ndarray:
         """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
         the largest and the difference were in use."""
         need = parts.resting + parts.running.max(axis=1, initial=0.0)
         fullest: np.ndarray = need.max(axis=0, initial=0.0)
         return fullest
 
-    def raise_to_rows(self, seconds: np.ndarray, choices: np.ndarray) -> None:
+    def raise_to_rows(self, seconds: np.ndarray, choices: np.ndarray, of_ranks: RankBytes) -> None:
         """Raise the `seconds` of calls, (plans, calls), to those of the most rows of generations for which
-        there may be memory."""
-        tables = [(u, table) for u, group in enumerate(self._open_groups) for table in group.row_tables]
-        if not tables:
-            return
-        parts = self._parts(choices)
-        room = self._capacity - parts.resting
-        for u, table in tables:
-            if u not in parts.groups:
-                continue
-            at = parts.groups.index(u)
-            call = self._groups[u].calls[table.column]
-            for rank in range(len(parts.groups)):
-                rows = np.flatnonzero(parts.covers[rank, at])
-                least = table.least_seconds(choices[rows, u], parts.place[rank, at, rows], room[rank, rows])
-                seconds[rows, call] = np.maximum(seconds[rows, call], least)
+        there may be memory, given the plans' `rank_bytes`."""
+        room = self._capacity - of_ranks.resting
+        for at, u in enumerate(of_ranks.groups):
+            for table in self._groups[u].row_tables:
+                ranks, plans = np.nonzero(of_ranks.covers[:, at])
+                least = table.least_seconds(
+                    choices[plans, u], of_ranks.place[ranks, at, plans], room[ranks, plans])
+                np.maximum.at(seconds[:, self._groups[u].calls[table.column]], plans, least)
 
-    def _parts(self, choices: np.ndarray) -> "_Parts":
+    def rank_bytes(self, choices: np.ndarray) -> RankBytes:
         """Return what is known of the memory of plans.
 
         Below, U is the number of the groups that are not open in all plans. `place` is the place of the first
@@ -147,6 +146,8 @@ class MemoryBounds:
         smaller = np.where(low >= 0, self._smaller[np.maximum(low, 0)], 0.0)
         rank = low[:, None]
         covers = (low <= rank) & (rank < high)
+        for later in range(1, len(groups)):  # Meshes that begin at the same rank need it once.
+            covers[later] &= (low[:later] != low[later]).all(axis=0)
         offset = rank - low
         part = offset >> self._part_bits[high - low]
         begins_part = part << self._part_bits[high - low] == offset
@@ -166,7 +167,7 @@ class MemoryBounds:
             resting += self._communicators(groups, choices, first, stop, moves)
         resting *= covers
         running *= covers
-        return _Parts(groups, covers, place, resting.sum(axis=1) + smaller, running)
+        return RankBytes(groups, covers, place, resting.sum(axis=1) + smaller, running)
 
     def _communicators(
         self, groups: list[int], choices: np.ndarray, first: np.ndarray, stop: np.ndarray, moves: np.ndarray
@@ -175,7 +176,7 @@ class MemoryBounds:
 
         `moves` says whether weights certainly move from the home in a group.
         """
-        layouts = [self._layouts[u].layout[choices[:, u]] for u in groups]
+        layouts = [self.layouts[u].layout[choices[:, u]] for u in groups]
         by_kind = np.stack([[a[choices[:, u]] for a in self._open_groups[u].communicators] for u in groups])
         in_layout = by_kind[:, :2]  # Of layouts, and of training in them.
         added_in_layout = in_layout.copy()
@@ -203,16 +204,16 @@ class MemoryBounds:
         It may share that of the role's home, or of an earlier group's copy in the same layout.
         """
         home = self._home_of[role]
-        mine = self._layouts[group]
+        mine = self.layouts[group]
         choice = choices[:, group]
-        at_home = self._layouts[home].kind[choices[:, home]]
+        at_home = self.layouts[home].kind[choices[:, home]]
         are_disjoint = (stop[group] <= first[home]) | (stop[home] <= first[group])
         are_unlike = (mine.kind[choice] != at_home) & (mine.kind[choice] >= 0) & (at_home >= 0)
         is_apart = are_disjoint | are_unlike
         is_apart &= (choice != OPEN) & (choices[:, home] != OPEN)
         for v, other in enumerate(self._groups[:group]):
             if role in other.copies:
-                layout = self._layouts[v].layout[choices[:, v]]
+                layout = self.layouts[v].layout[choices[:, v]]
                 is_other = (mine.layout[choice] != layout) & (mine.layout[choice] >= 0) & (layout >= 0)
                 is_other |= (first[v] != first[group]) | (stop[v] != stop[group])
                 is_apart &= is_other & (choices[:, v] != OPEN)

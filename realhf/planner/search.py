@@ -316,20 +316,20 @@ class LocalSearch:
         scores = self._space.periods(plans, exact=False)
         rows = np.flatnonzero(scores <= below)
         if len(rows):
-            scores[rows] = self._space.periods(plans[rows], exact=False, in_memory=True)
-            rows = rows[scores[rows] <= below]
-        scores[rows] = self._scores(plans[rows], scores[rows], exact=False)
+            of_ranks = self._space.memory.rank_bytes(plans[rows])
+            scores[rows] = self._space.periods(plans[rows], exact=False, of_ranks=of_ranks)
+            is_left = scores[rows] <= below
+            rows = rows[is_left]
+            excess = self._space.memory.excess(plans[rows], exact=False, of_ranks=of_ranks.of(is_left))
+            scores[rows] = self._penalized(scores[rows], excess)
         return scores
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
-        return self._scores(plans, self._space.exact_periods(plans))
+        return self._penalized(self._space.exact_periods(plans), self._space.memory.excess(plans))
 
-    def _scores(self, plans: np.ndarray, seconds: np.ndarray, *, exact: bool = True) -> np.ndarray:
-        """Return step times, with a penalty that ranks all plans that fit above all that do not.
-
-        Without `exact`, memory is counted by its lower bound.
-        """
-        excess = np.maximum(0.0, self._space.memory.excess(plans, exact=exact)) / self._space.capacity
+    def _penalized(self, seconds: np.ndarray, excess: np.ndarray) -> np.ndarray:
+        """Return step times, with a penalty that ranks all plans that fit above all that do not."""
+        excess = np.maximum(0.0, excess) / self._space.capacity
         return seconds + np.where(excess > 0, _PENALTY * (1 + excess), 0.0)
 
 
@@ -535,8 +535,9 @@ class _Tree:
         is_complete = depth + 1 == self._leaf_depth
         if len(children) and (is_complete or (decides_candidate and self._prices_moves)):
             moving = self._space.moving(children)
+            of_ranks = self._space.memory.rank_bytes(children) if is_complete else None
             bounds = np.maximum(bounds, self._space.periods(
-                children, moving=moving, exact=is_complete, in_memory=is_complete))
+                children, moving=moving, exact=is_complete, of_ranks=of_ranks))
             rows = np.flatnonzero(bounds < self._goal)
             children, bounds = children[rows], bounds[rows]
             if is_complete:
@@ -560,10 +561,11 @@ class _Tree:
         rest = np.flatnonzero(bounds < self._goal)
         bounds[rest] = np.maximum(bounds[rest], self._space.quick_periods(choices[rest]))
         rest = rest[bounds[rest] < self._goal]
-        fits = self._space.memory.excess(choices[rest], exact=False) <= 0
+        of_ranks = self._space.memory.rank_bytes(choices[rest])
+        fits = self._space.memory.excess(choices[rest], exact=False, of_ranks=of_ranks) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
-        in_memory = self._space.periods(choices[rest], exact=False, in_memory=True)
+        in_memory = self._space.periods(choices[rest], exact=False, of_ranks=of_ranks.of(fits))
         bounds[rest] = np.maximum(bounds[rest], in_memory)
         return bounds
 

@@ -25,7 +25,7 @@ from realhf.planner.candidates import has_pinned_rows, most_rows, rank_rows, row
 from realhf.planner.deadline import Deadline
 from realhf.planner.links import ranks_per_host
 from realhf.planner.memory_account import MemoryAccount
-from realhf.planner.memory_bounds import MemoryBounds
+from realhf.planner.memory_bounds import MemoryBounds, RankBytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals
@@ -235,17 +235,17 @@ class SearchSpace:
 
     def periods(
         self, choices: np.ndarray, *, moving: np.ndarray | None = None, exact: bool = True,
-        in_memory: bool = False,
+        of_ranks: RankBytes | None = None,
     ) -> np.ndarray:
         """Return the seconds per step of plans: lower bounds without `exact`, or where choices are open.
 
         They are lower bounds for plans with generations, too, as these may have as many rows as fit a device;
-        or, `in_memory`, as many as may fit beside the rest of the plan.
+        or, if the plans' `rank_bytes` are given, as many as may fit beside the rest of the plan.
         """
         self.deadline.check()
         seconds, first, stop = self.call_times(choices)
-        if in_memory:
-            self.memory.raise_to_rows(seconds, choices)
+        if of_ranks is not None:
+            self.memory.raise_to_rows(seconds, choices, of_ranks)
         return step_periods(
             self.problem.cluster, self.needs, seconds, first, stop, moving=moving, exact=exact)
 
@@ -262,23 +262,33 @@ class SearchSpace:
         Reallocations with an end whose choice is open take 0 seconds.
         """
         seconds = np.zeros((len(choices), len(self.needs.weights)))
-        is_decided = self.is_decided(choices)
         for trainer, numbers in self.needs.copies.items():
-            home = self._group_of[trainer]
             users = [self.needs.weights[number][0] for number in numbers]
-            groups = [self._group_of[user] for user in users]
-            for k in np.flatnonzero(is_decided[:, [home, groups[0]]].all(axis=1)):
-                layouts = tuple(
-                    self.groups[u].candidates[choices[k, u]].layout if is_decided[k, u] else None
-                    for u in (home, *groups))
-                if (key := (trainer, *layouts)) not in self._known_moves:
+            groups = [self._group_of[call] for call in (trainer, *users)]
+            columns = [self.memory.layouts[u].layout[choices[:, u]] for u in groups]
+            layouts = np.stack(columns, axis=1)  # Their numbers; -1 where they are not decided.
+            rows = np.flatnonzero((layouts[:, :2] >= 0).all(axis=1))
+            distinct, first, which = np.unique(
+                layouts[rows], axis=0, return_index=True, return_inverse=True)
+            of_distinct = np.zeros((len(distinct), len(numbers)))
+            for row, of_calls in enumerate(distinct.tolist()):
+                if (key := (trainer, *of_calls)) not in self._known_moves:
                     self.deadline.check()
-                    copies = list(zip((self.calls[user] for user in users), layouts[1:], strict=True))
-                    assert layouts[0] is not None, "the home is decided"
-                    self._known_moves[key] = arrivals(
-                        self.rates, self.problem, self.calls[trainer], layouts[0], copies)
-                seconds[k, numbers] = self._known_moves[key]
+                    self._known_moves[key] = self._arrivals(trainer, users, choices[rows[first[row]]])
+                of_distinct[row] = self._known_moves[key]
+            seconds[np.ix_(rows, numbers)] = of_distinct[which.ravel()]
         return seconds
+
+    def _arrivals(self, trainer: int, users: Sequence[int], choices: np.ndarray) -> tuple[float, ...]:
+        """Return the seconds until the weights that a call trains are complete where these calls use them."""
+        layouts = []
+        for call in (trainer, *users):
+            u = self._group_of[call]
+            is_decided = self.groups[u].is_candidate(choices[u])
+            layouts.append(self.groups[u].candidates[choices[u]].layout if is_decided else None)
+        copies = list(zip((self.calls[user] for user in users), layouts[1:], strict=True))
+        assert layouts[0] is not None, "the home is decided"
+        return tuple(arrivals(self.rates, self.problem, self.calls[trainer], layouts[0], copies))
 
     def is_decided(self, choices: np.ndarray) -> np.ndarray:
         """Return which choices are candidates of their groups, rather than meshes or open; shape (K, U)."""
@@ -287,7 +297,7 @@ class SearchSpace:
 
     def bounds(self, plans: np.ndarray) -> np.ndarray:
         """Return lower bounds of the seconds per step of complete plans, with reallocations."""
-        return self.periods(plans, moving=self.moving(plans), in_memory=True)
+        return self.periods(plans, moving=self.moving(plans), of_ranks=self.memory.rank_bytes(plans))
 
     def exact_periods(self, plans: np.ndarray) -> np.ndarray:
         """Return the seconds per step of complete plans, with the best rows for which there is memory."""
