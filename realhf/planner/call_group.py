@@ -29,7 +29,7 @@ from realhf.planner.candidates import (
     is_no_worse,
 )
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory
-from realhf.planner.deadline import Deadline, OutOfTime
+from realhf.planner.deadline import Deadline, OutOfTime, part_of_work
 from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -299,7 +299,8 @@ def find_call_groups(problem: Problem, rates: Rates, deadline: Deadline) -> tupl
 
     Meshes of one shape are enumerated after those of another, for all groups: pinned ones first, then by
     size, where that of all ranks is followed by a half of them, a quarter, and so on, and then by the others.
-    When the deadline passes, shapes are missing. Raises OutOfTime if it passes before the first is there.
+    When the deadline passes, shapes are missing. Raises OutOfTime, with the share of those on the shape under
+    way, if it passes before each group has a candidate.
     """
     calls = problem.calls
     positions = {call.name: i for i, call in enumerate(calls)}
@@ -322,10 +323,12 @@ def find_call_groups(problem: Problem, rates: Rates, deadline: Deadline) -> tupl
     is_whole = True
     try:
         for shape in _in_order(places, pins):
-            of_shape = [
-                _candidates_on(problem, rates, list(tied.values()), shape, place, pin, deadline)
-                if shape in place.communicators else None
-                for tied, place, pin in zip(members, places, pins, strict=True)]
+            of_shape: list[list[Candidate] | None] = []
+            for number, (tied, place, pin) in enumerate(zip(members, places, pins, strict=True)):
+                with part_of_work(number, len(members)):
+                    of_shape.append(
+                        _candidates_on(problem, rates, list(tied.values()), shape, place, pin, deadline)
+                        if shape in place.communicators else None)
             for by_shape, candidates in zip(found, of_shape, strict=True):
                 if candidates is not None:
                     by_shape[shape] = candidates
@@ -399,10 +402,11 @@ def _candidates(
 ) -> list[Candidate]:
     """Return the candidates of a group on a mesh with these communicators (one for each placement on
     hosts), `per_host` of its ranks on each host, as if it began at rank 0."""
-    of_calls = [
-        find_variants(
-            problem, rates, call, communicators, per_host=per_host, only=only, deadline=deadline)
-        for call in calls]
+    of_calls = []
+    for number, call in enumerate(calls):
+        with part_of_work(number, len(calls)):
+            of_calls.append(find_variants(
+                problem, rates, call, communicators, per_host=per_host, only=only, deadline=deadline))
     return [
         Candidate(ContiguousLayout(strategy, 0), variants)
         for strategy in of_calls[0]

@@ -32,7 +32,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.planner.call_cost import CallCost, call_cost, offloaded
 from realhf.planner.call_memory import RunningMemory
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory, use_of
-from realhf.planner.deadline import Deadline
+from realhf.planner.deadline import Deadline, part_of_work
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload, parameter_table
 from realhf.planner.rates import Rates
 from realhf.planner.rows import RankRows
@@ -249,10 +249,12 @@ def find_variants(
     size = communicators[0].num_ranks
     mesh = DeviceMesh(tuple(range(size)))
     max_dp = work.most_replicas(call.kind)
-    strategies = find_strategies(role.config, size, cluster=problem.cluster, max_dp=max_dp)
+    strategies = [only] if only is not None else list(
+        find_strategies(role.config, size, cluster=problem.cluster, max_dp=max_dp))
     by_strategy = {}
-    for strategy in [only] if only is not None else strategies:
-        deadline.check()
+    for number, strategy in enumerate(strategies):
+        with part_of_work(number, len(strategies)):
+            deadline.check()
         layout = Layout(strategy, mesh)
         variants = []
         cost_of = _Prices(rates, call, role, work, per_host)

@@ -43,6 +43,8 @@ _ENUMERATING = 0.5  # The fraction of the time limit after which no more meshes 
 _SEARCHING = 0.8  # The fraction of the time limit after which the search ends; then the plan is described.
 _PREFERRING = 0.1  # The fraction in which a plan with reserves is looked for, out of the rest.
 _ANY_PLAN = 0.999  # With this gap, a search ends with the first plan that fits.
+_LEAST_SHARE = 0.01  # Shares of the enumeration below this say nothing about the rest.
+_AMPLE = 2.0  # How many times as long as the estimate the limit should be that a sentence names.
 _BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
 
 
@@ -146,9 +148,13 @@ def make_plan(
     try:
         with deadline.sooner(_ENUMERATING * time_limit):
             space = SearchSpace(problem, rates, deadline)
-    except OutOfTime:
-        late = "not even the layouts on all devices were enumerated: give it more time (--time-limit)"
-        raise ValueError(f"no plan was found in {format_seconds(deadline.spent)}: {late}") from None
+    except OutOfTime as error:
+        takes = deadline.spent / max(error.share, _LEAST_SHARE) / _ENUMERATING
+        limit = float(f"{max(1.0, takes * _AMPLE):.1g}")
+        late = "enumerating layouts on all devices takes longer"
+        raise ValueError(
+            f"no plan was found in {format_seconds(deadline.spent)}, as {late}: give it more time, such as "
+            f"--time-limit {limit:g}") from None
     _require_candidates(space)
     with deadline.sooner(_SEARCHING * time_limit - deadline.spent):
         baseline = None

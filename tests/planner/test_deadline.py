@@ -71,6 +71,18 @@ def test_the_limit_holds_on_the_largest_cluster(limit):
         assert set(found.reasons) == {call.name for call in problem.model_calls}
 
 
+@pytest.mark.parametrize("name", [
+    "grpo-7b-h100-8x8-2k", pytest.param("ppo-70b-70b-h100-128x8-2k", marks=pytest.mark.slow)])
+def test_a_limit_that_is_too_short_names_one_that_suffices(name):
+    problem = problem_for(scenario(name))
+    sentence = planned_within(problem, 0.02)
+    assert sentence.startswith("no plan was found in ")
+    limit = float(sentence.rsplit("--time-limit ", 1)[1])
+    assert 1 <= limit <= 60
+    found = planned_within(problem, limit, explain=False)
+    assert not isinstance(found, str) and found.memory.fits
+
+
 def test_the_limit_holds_on_hosts_of_two_kinds():
     """Each kind alone has candidates and a search of its own, before those of the whole cluster."""
     case = next(case for case in VARIED if len(case.cluster.kinds) > 1)
