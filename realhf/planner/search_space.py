@@ -276,7 +276,7 @@ class SearchSpace:
                     self.deadline.check()
                     self._known_moves[key] = self._arrivals(trainer, users, choices[rows[first[row]]])
                 of_distinct[row] = self._known_moves[key]
-            seconds[np.ix_(rows, numbers)] = of_distinct[which.ravel()]
+            seconds[rows[:, None], numbers] = of_distinct[which.ravel()]
         return seconds
 
     def _arrivals(self, trainer: int, users: Sequence[int], choices: np.ndarray) -> tuple[float, ...]:
