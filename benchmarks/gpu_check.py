@@ -68,6 +68,8 @@ CHECKS = {
     "no-waits": Check("decoding in which the host never waits", 45, program=(_GENERATION, "no-waits")),
     "long-tail": Check("512 rows, a few of them long", 75, program=(_GENERATION, "long-tail")),
     "long-prompts": Check("prompts of 8,000 tokens", 60, program=(_GENERATION, "long-prompts")),
+    "demo": Check("the demo: a tiny model learns to carry", 150, "test_demo.py"),
+    "megatron": Check("steps of the megatron engine beside ours", 90, "test_megatron.py"),
     "nccl": Check("collectives of one process, and of two", 60, "test_nccl.py"),
 }
 """In the order of their worth."""

@@ -96,6 +96,36 @@ def test_a_check_on_the_cpu_and_what_needs_two_gpus(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_whole_on_a_cpu_and_what_a_second_call_repeats(tmp_path):
+    """It takes under 5 minutes on two free cores; others may use these."""
+    out = tmp_path / "found.json"
+    command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--json", str(out)]
+
+    def run(minutes):
+        done = subprocess.run(
+            [*command, "--minutes", str(minutes)], cwd=REPO, capture_output=True, text=True,
+            timeout=60 * minutes + 60)
+        return done, json.loads(out.read_text())["checks"]
+
+    done, checks = run(40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(checks) == [*gpu_check.CHECKS, *gpu_check.NEED_TWO_GPUS]
+    assert {checks[name]["status"] for name in gpu_check.CHECKS} == {"passed"}
+    assert {checks[name]["status"] for name in gpu_check.NEED_TWO_GPUS} == {"not run"}
+    for name, check in checks.items():
+        assert check["summary"] and name in done.stdout
+    document = json.loads(out.read_text())
+    document["checks"]["kernels"]["status"] = "failed: ended with code 1"
+    document["checks"]["environment"]["status"] = gpu_check.NO_TIME
+    out.write_text(json.dumps(document))
+    again, found = run(10)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [line.split()[0] for line in again.stdout.splitlines()] == [
+        "environment", "kernels", *gpu_check.NEED_TWO_GPUS, "all"]
+    assert found["models"] == checks["models"] and found["kernels"]["status"] == "passed"
+
+
+@pytest.mark.slow
 def test_without_a_device_it_says_so(monkeypatch):
     done = subprocess.run(
         [sys.executable, "benchmarks/gpu_check.py"], cwd=REPO, capture_output=True, text=True,

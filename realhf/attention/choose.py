@@ -1,13 +1,15 @@
-"""The choice of the attention backend for a kind of layer, by device, dtype and what is installed."""
+"""The choice of kernels by device, dtype and what is installed: an attention backend for each kind of layer,
+and kernels for what lies between products. `kernel_choices` shows all choices of a model, with reasons."""
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import lcm
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from realhf.attention.interface import (
 )
 from realhf.attention.triton_paged import MOST_VALUE_DIMS, TritonAttention
 from realhf.errors import UserError
+from realhf.models.model_config import ModelConfig
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
 _OLDEST_DEVICE = (8, 0)  # Compute capability (Ampere) from which FlashAttention-2 and bfloat16 work.
@@ -38,28 +41,35 @@ class Installed:
     flash_attn: tuple[int, int] | None  # Version of flash-attn.
     varlen_pages: bool  # torch's varlen_attn takes a block table, as from 2.13 on.
     triton: bool
-    capability: tuple[int, int] | None = None  # Of the device; None if torch sees none, as in tests.
+    capability: tuple[int, int] | None = None  # Of the device; None if torch sees none.
+
+
+class KernelChoice(NamedTuple):
+    """What computes a kind of work, and why nothing else does."""
+
+    work: str
+    kernels: str
+    reason: str
 
 
 class PiecesAndDecoding:
     """Attention over pages by two libraries: one for pieces of prompts, and one for decoding rows."""
 
     def __init__(self, pieces: PagedAttention, decoding: PagedAttention) -> None:
-        self._pieces = pieces
-        self._decoding = decoding
+        self.parts = (pieces, decoding)
         self.name = f"{pieces.name} for pieces of prompts, {decoding.name} for decoding"
         self.page_tokens = lcm(pieces.page_tokens, decoding.page_tokens)
         self.in_graph = decoding.in_graph
 
     def refuses(self, shape: AttentionShape, *, paged: bool) -> str | None:
-        reasons = (backend.refuses(shape, paged=paged) for backend in (self._pieces, self._decoding))
+        reasons = (backend.refuses(shape, paged=paged) for backend in self.parts)
         return next(filter(None, reasons), None)
 
     def paged(
         self, q_TND: Tensor, k_PLKD: Tensor, v_PLKD: Tensor, at: Pages, kind: AttentionKind,
         *, num_splits: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        backend = self._decoding if at.max_q == 1 else self._pieces
+        backend = self.parts[at.max_q == 1]
         return backend.paged(q_TND, k_PLKD, v_PLKD, at, kind, num_splits=num_splits)
 
 
@@ -92,7 +102,7 @@ def _backend(
     if device.type != "cuda" or shape.dtype == torch.float64:
         return DenseAttention()
     try:
-        chosen = choose(_installed(device), shape)
+        chosen = choose(installed_for(device), shape)
     except UserError as error:
         raise UserError(f"{device}: {error}") from None
     if prints and not device.index:
@@ -102,20 +112,106 @@ def _backend(
 
 def refuses_chains(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no kernel computes chains of element-wise work at once (nn/fused.py); None if one does."""
-    if device.type != "cuda":
-        return "torch's operations are used on a CPU, which has no launches to save"
+    return chains_refusal(installed_for(device) if device.type == "cuda" else None, dtype)
+
+
+def chains_refusal(installed: Installed | None, dtype: torch.dtype) -> str | None:
+    """Return the same for CUDA devices of a machine with this installed, or for a CPU if that is None."""
+    if installed is None:
+        return "a CPU has no launches to save"
     if dtype == torch.float64:
         return "the kernels compute in float32"
-    return None if _installed(device).triton else "triton is not installed"
+    return None if installed.triton else "triton is not installed"
+
+
+def grouped_refusal(device_type: str, dtype: torch.dtype) -> str | None:
+    """Return why torch's grouped kernel does not compute experts of a dtype; None if it does."""
+    if device_type == "cuda":
+        return None if dtype == torch.bfloat16 else "torch makes the host wait in other dtypes than bfloat16"
+    is_legal = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return None if is_legal else "the grouped kernel has no float64"
+
+
+def kernel_choices(
+    config: ModelConfig, dtype: torch.dtype, installed: Installed | None, *, generates: bool,
+    splits_logits: bool = False,
+) -> list[KernelChoice]:
+    """Return what computes the work of our own engine, on CUDA devices of a machine with this `installed`, or
+    on a CPU if that is None. The same functions choose in a run.
+
+    `splits_logits` says that a generation has its vocabulary on several ranks. Raises UserError if no kernel
+    can compute a kind of layer.
+    """
+    kinds = dict.fromkeys(AttentionKind.of(config, layer) for layer in range(config.num_layers))
+    choices = [
+        choice for kind in kinds
+        for choice in _attention_choices(config, kind, dtype, installed, generates=generates)]
+    refusal = chains_refusal(installed, dtype)
+    by_torch = "torch's operations"
+    chains = by_torch if refusal else "realhf's Triton kernels"
+    choices.append(KernelChoice("norms, rotation, activations, logits", chains, refusal or ""))
+    if generates:
+        if splits_logits and not refusal:
+            refusal = "each rank has a part of the vocabulary"
+        choices.append(KernelChoice("sampling", by_torch if refusal else chains, refusal or ""))
+    if config.moe is not None:
+        refusal = grouped_refusal("cpu" if installed is None else "cuda", dtype)
+        kernels = "one product for each expert" if refusal else "torch's grouped_mm"
+        choices.append(KernelChoice("experts", kernels, refusal or ""))
+    return choices
+
+
+def _attention_choices(
+    config: ModelConfig, kind: AttentionKind, dtype: torch.dtype, installed: Installed | None,
+    *, generates: bool,
+) -> Iterator[KernelChoice]:
+    mla = config.mla
+    packed = paged = AttentionShape(kind, config.head_dim, config.head_dim, dtype)
+    if mla is not None:
+        packed = AttentionShape(kind, mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim, dtype)
+        paged = AttentionShape(kind, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.kv_lora_rank, dtype)
+    if installed is None or dtype == torch.float64:
+        reason = "as on all CPUs" if installed is None else "in float64"
+        yield KernelChoice(str(packed), DenseAttention.name, reason)
+        return
+    chosen = choose_packed(installed, packed)
+    reason = _passed_over(chosen, _for_packed(installed), installed, packed, paged=False)
+    yield KernelChoice(f"training, first pass: {packed}", chosen.name, reason)
+    if not generates:
+        return
+    cached = choose_paged(installed, paged)
+    pair = cached.parts if isinstance(cached, PiecesAndDecoding) else (cached, cached)
+    orders = _for_pieces(installed), _for_decoding(installed)
+    for use, backend, order in zip(("later pieces", "decoding"), pair, orders, strict=True):
+        reason = _passed_over(backend, order, installed, paged, paged=True)
+        yield KernelChoice(f"{use}: {paged}", backend.name, reason)
+
+
+def _passed_over(
+    chosen: AttentionKernels, order: Sequence[AttentionKernels], installed: Installed, shape: AttentionShape,
+    *, paged: bool,
+) -> str:
+    """Return why kernels that are preferred to the chosen ones do not compute this."""
+    if not any(other.name == chosen.name for other in order):
+        return "in float32, which is for tests"
+    before = itertools.takewhile(lambda other: other.name != chosen.name, order)
+    reasons = [f"{other.name}: {other.refuses(shape, paged=paged)}" for other in before]
+    if installed.flash_attn is None:
+        reasons.insert(0, "flash-attn is not installed")
+    return "; ".join(reasons)
 
 
 def choose_packed(installed: Installed, shape: AttentionShape) -> PackedAttention:
     """Return the fastest backend for packed sequences on CUDA devices of a machine with this installed."""
     if shape.dtype == torch.float32:
         return DenseAttention()
+    return _first(_for_packed(installed), "train or prefill", installed, shape)
+
+
+def _for_packed(installed: Installed) -> list[PackedAttention]:
+    """Return the backends for packed sequences, the preferred ones first."""
     flex = [FlexAttention()] if installed.triton else []
-    backends: list[PackedAttention] = [*_flash(installed), _varlen(installed), *flex]
-    return _first(backends, "train or prefill", installed, shape)
+    return [*_flash(installed), _varlen(installed), *flex]
 
 
 def choose_partial(installed: Installed, shape: AttentionShape) -> PartialAttention:
@@ -131,13 +227,23 @@ def choose_paged(installed: Installed, shape: AttentionShape) -> PagedAttention:
     is_old = installed.capability is not None and installed.capability < _OLDEST_DEVICE
     if shape.dtype == torch.float32 and (is_old or not installed.triton or shape.value_dim > MOST_VALUE_DIMS):
         return DenseAttention()
-    triton = [TritonAttention()] if installed.triton else []
-    for_pieces: list[PagedAttention] = [*_flash(installed), _varlen(installed), *triton]
-    # Only flash-attn and our own kernel fold the queries of a group when they decode.
-    for_decoding: list[PagedAttention] = [*_flash(installed), *triton, _varlen(installed)]
-    pieces = _first(for_pieces, "prefill over a KV cache", installed, shape, paged=True)
-    decoding = _first(for_decoding, "decode over a KV cache", installed, shape, paged=True)
+    pieces = _first(_for_pieces(installed), "prefill over a KV cache", installed, shape, paged=True)
+    decoding = _first(_for_decoding(installed), "decode over a KV cache", installed, shape, paged=True)
     return pieces if pieces.name == decoding.name else PiecesAndDecoding(pieces, decoding)
+
+
+def _for_pieces(installed: Installed) -> list[PagedAttention]:
+    """Return the backends for pieces of prompts, the preferred ones first."""
+    return [*_flash(installed), _varlen(installed), *_triton(installed)]
+
+
+def _for_decoding(installed: Installed) -> list[PagedAttention]:
+    """Return the backends for decoding. Only flash-attn and our own kernel fold the queries of a group."""
+    return [*_flash(installed), *_triton(installed), _varlen(installed)]
+
+
+def _triton(installed: Installed) -> list[TritonAttention]:
+    return [TritonAttention()] if installed.triton else []
 
 
 def _flash(installed: Installed) -> list[FlashAttention]:
@@ -170,7 +276,8 @@ def _first(
 
 
 @cache
-def _installed(device: torch.device) -> Installed:
+def installed_for(device: torch.device) -> Installed:
+    """Return what this machine has installed, for a CUDA device that may be another machine's."""
     try:
         major, minor, *_ = version("flash-attn").split(".")
         flash_attn = (int(major), int(minor))

@@ -10,11 +10,12 @@ from rich.console import Console
 from realhf.calls import Generate, TrainStep, learning_rate
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
+from realhf.cli.plan import this_machine
 from realhf.cli.planning_problem import expected_turns, model_role, problem_of
 from realhf.cli.program import add_plan_argument, compile_experiment, prove_here
 from realhf.cluster import Cluster
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory
-from realhf.errors import naming, warn
+from realhf.errors import UserError, naming, warn
 from realhf.experiment import Role
 from realhf.graph import FunctionCall, Work
 from realhf.layout import even_split
@@ -51,6 +52,7 @@ def main(options: Namespace, words: list[str]) -> int:
         counts = derived_counts(program, num_rows=trial.num_rows)
         for sentence in (*trial.warnings, *uneven_splits(counts), *uncounted_turns(program)):
             warn(sentence)
+        kernels = kernels_on_cuda(program) if device_type(cluster) == "cuda" else {}
     unproved = ""
     with naming(f"plan {options.plan}" if options.plan else options.experiment):
         if cluster is not None:
@@ -62,6 +64,8 @@ def main(options: Namespace, words: list[str]) -> int:
         homes = {role: str(layout) for role, layout in program.homes.items()}
         answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes,
                   "counts": counts}
+        if kernels:
+            answer["kernels"] = kernels
         if trial.first_prompt is not None:
             answer["first_prompt"] = trial.first_prompt._asdict()
         if trial.first_learned is not None:
@@ -76,6 +80,10 @@ def main(options: Namespace, words: list[str]) -> int:
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
         print("  ".join(("", columns, *where.options)))
     print("\n".join(sentences(counts)))
+    for name, choices in kernels.items():
+        print(f"kernels of {name}, by the packages of this machine:")
+        print("\n".join(f"  {choice['work']}: {choice['kernels']}{because(choice['reason'])}"
+                        for choice in choices))
     for shown in (trial.first_prompt, trial.first_learned, trial.played):
         if shown is not None:
             print(shown)
@@ -90,6 +98,44 @@ def main(options: Namespace, words: list[str]) -> int:
     if proof is not None and cluster is not None:
         Console().print(proof.render(), soft_wrap=True)
     return 0
+
+
+def device_type(cluster: Cluster | None) -> str:
+    """Return the type of the devices of a cluster, or of this machine if there is none."""
+    try:
+        return (cluster or this_machine()).device_type
+    except UserError:  # GPUs that no file describes.
+        return "cuda"
+
+
+def kernels_on_cuda(program: Program) -> dict[str, list[dict[str, str]]]:
+    """Return, for each role, what will compute its work on a GPU, and why nothing else does.
+
+    Raises UserError if no installed kernel can compute a kind of layer.
+    """
+    import torch
+
+    from realhf.attention.choose import installed_for, kernel_choices
+
+    found = {}
+    for name, role in program.roles.items():
+        generating = [call for call in program.graph.of_kind("generate") if call.role == name]
+        choices = []
+        if role.engine != "native":
+            what = "other calls than generate" if role.engine == "megatron" else "all calls"
+            library = {"megatron": "Megatron-Core, with our attention", "transformers": "transformers"}
+            choices.append({"work": what, "kernels": library[role.engine], "reason": f"engine {role.engine}"})
+        if role.engine != "transformers":
+            splits = any(program.plan[call.name].layout.tp > 1 for call in generating)
+            choices += [choice._asdict() for choice in kernel_choices(
+                role.config(), getattr(torch, role.weights_dtype), installed_for(torch.device("cuda", 0)),
+                generates=bool(generating), splits_logits=splits)]
+        found[name] = choices
+    return found
+
+
+def because(reason: str) -> str:
+    return f" ({reason})" if reason else ""
 
 
 def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:

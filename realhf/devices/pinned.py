@@ -49,6 +49,10 @@ class Download:
         """Return the numbers, after waiting for the work that made them."""
         if self._event is not None:
             self._event.synchronize()
+        return self.arrived()
+
+    def arrived(self) -> NDArray[Any]:
+        """Return the numbers of a copy that has ended, as a later one has been waited for."""
         numbers: NDArray[Any] = self._host.numpy()
         return numbers
 

@@ -6,12 +6,15 @@ this stage's part of them.
 Every step is started, then counted, then read. Counting needs no tokens: it gives each row of the step one
 token more, and stops those that have the most tokens that they may get now. Reading waits for the tokens, and
 stops the rows that end with theirs. On the paged path, without a pipeline, the next step starts before the
-last one has been read. Say that rows 7 and 8 decode in step 1, in which 8 gets as many tokens as it may
-have, and 7 draws its end-of-sequence token. The next `advance` calls
+last one has been read. While no row waits for a slot, the host reads several steps at once: it waits once for
+all of them, and rows that have ended meanwhile compute tokens that nobody reads.
+
+Say that rows 7 and 8 decode in step 1, in which 8 gets as many tokens as it may have, and 7 draws its
+end-of-sequence token. The next `advance` calls
 
 - `_count(step 1)`: the scheduler's `count([False, True])` frees the slot of 8.
 - `StepPasses.start(step 2)`, in which 7 decodes again, and gets a token that nobody will read.
-- `_read(step 1)`: 7 has ended. The scheduler's `end({7})` frees its slot, and step 2 notes 7 in
+- `_read()` of step 1: 7 has ended. The scheduler's `end({7})` frees its slot, and step 2 notes 7 in
   `ended_before`, so that the next `_count` counts no token for it.
 
 If a later round may continue 8, `count` parks it instead: 8 leaves its slot and keeps its blocks. Should its
@@ -30,7 +33,7 @@ from realhf.inference.page_pool import PagePool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.response_buffer import PromptGroup, ResponseBuffer, Size
 from realhf.inference.rounds import RestingCache
-from realhf.inference.scheduler import BufferRow, DecodeWindows, Prompt, Scheduler
+from realhf.inference.scheduler import MOST_STEPS, BufferRow, DecodeWindows, Prompt, Scheduler
 from realhf.inference.step_passes import StartedStep, StepPasses
 from realhf.models.kv_blocks import num_blocks
 from realhf.nn.transformer import Transformer
@@ -83,8 +86,13 @@ class Cohort:
         # cohorts keep the device busy.
         self._is_ahead = (
             pool.backends is not None and model.rope_boundary is None and self._parallel.layout.pp == 1)
+        # Rows that park must know how many tokens they have; penalties forget rows that have ended.
+        self._reads_together = (
+            self._is_ahead and turn_ends is None and resting is None and not self.buffer.has_processing)
         self._passes: StepPasses | None = None
         self._last: StartedStep | None = None
+        self._unread: list[StartedStep] = []
+        """Steps that have been counted, and whose tokens the host has not read."""
         self._windows = DecodeWindows(self._parallel.ep_control)
         self._scheduler: Scheduler | None = None
         self._leased: list[int] = []
@@ -193,8 +201,8 @@ class Cohort:
         return self._parallel.ep.size > 1
 
     def advance(self, *, waits: bool = False) -> bool:
-        """Start the next step, and read the tokens of the step before; return whether there was a next one,
-        on this rank or on another one of its ep group.
+        """Start the next step, and read the tokens of steps before; return whether there was a next one, on
+        this rank or on another one of its ep group.
 
         The messages of a step are in flight until the next call. The rank `waits` if environments of samples
         are at work.
@@ -207,8 +215,9 @@ class Cohort:
         if last is not None:
             self._passes.receive(last)
             self._count(last)
-            if not self._is_ahead or self._scheduler.may_reclaim or self._scheduler.is_idle:
-                self._read(last, following=None)
+            self._unread.append(last)
+        if not self._is_ahead or self._scheduler.may_reclaim or self._scheduler.is_idle:
+            self._read(following=None)
         step = self._windows.next_step(
             self._scheduler, self.buffer, num_pages=self._passes.table_width,
             waits=waits or bool(self._newly_ended))
@@ -219,8 +228,8 @@ class Cohort:
             self._last = self._passes.start(step, self._windows.now)
         elif is_running:  # Another rank of the ep group has a step.
             self._passes.start_empty(self._windows.now)
-        if last is not None and not last.is_read:
-            self._read(last, following=self._last)
+        if self._must_read():
+            self._read(following=self._last)
         if not is_running and not self._in_turns:
             self.finish()
         return is_running
@@ -240,29 +249,54 @@ class Cohort:
         assert self._scheduler is not None and self._passes is not None
         live = last.live_rows()
         stopped = self.buffer.count(live)
+        last.lengths = self.buffer.lengths[last.step.rows]
         if last.ended_before:  # The scheduler knows that these have ended.
             rows = np.array(live, np.int64)[stopped].tolist()
             stopped = np.isin(last.step.rows, [*last.ended_before, *rows])
         self._passes.copy(self._scheduler.count(stopped))
 
-    def _read(self, last: StartedStep, *, following: StartedStep | None) -> None:
-        """Stop the rows that end with their tokens of the last step; the `following` step may have
-        started."""
+    def _must_read(self) -> bool:
+        """Return whether to wait for the tokens of the unread steps, of which there may be more.
+
+        A row that waits for a slot gets one as soon as another row has ended. Without such rows, the steps
+        that rows compute beyond their ends are at most a sixteenth of those before.
+        """
+        assert self._scheduler is not None
+        if not self._reads_together or self._scheduler.wants_slots:
+            return True
+        if not self._windows.has_ended:  # Its steps are taken whoever ends.
+            return False
+        may_begin = self._scheduler.has_queued or not self._queue.is_over
+        longest = max((int(max(step.lengths, default=0)) for step in self._unread[-1:]), default=0)
+        return may_begin or self.shares_experts or len(self._unread) >= min(MOST_STEPS, 1 + longest // 16)
+
+    def _read(self, *, following: StartedStep | None) -> None:
+        """Stop the rows that end with their tokens of the unread steps; the `following` step may have
+        started. The host waits for the last of these steps only."""
         assert self._scheduler is not None and self._passes is not None
-        live = last.live_rows()
-        tokens_S = last.download.wait()
-        if last.ended_before:
-            tokens_S = tokens_S[~np.isin(last.step.rows, list(last.ended_before))]
-        finished = self.buffer.finish(live, tokens_S)
-        rows = np.array(live, np.int64)
-        if self._in_turns:
-            have_ended = finished | (self.buffer.lengths[live] >= self.buffer.limits(live))
-            self._newly_ended += rows[have_ended].tolist()
-        ends = rows[finished].tolist()
-        if following is not None:
-            following.ended_before |= set(ends)
-        self._passes.copy(self._scheduler.end(ends, is_next_planned=following is not None))
-        last.is_read = True
+        steps = self._unread
+        self._unread = []
+        if steps:
+            steps[-1].download.wait()
+        for number, step in enumerate(steps):
+            assert step.lengths is not None
+            live = step.live_rows()
+            tokens_S = step.download.arrived()
+            lengths_S = step.lengths
+            if step.ended_before:
+                is_live_S = ~np.isin(step.step.rows, list(step.ended_before))
+                tokens_S = tokens_S[is_live_S]
+                lengths_S = lengths_S[is_live_S]
+            finished = self.buffer.finish(live, tokens_S, lengths_S)
+            rows = np.array(live, np.int64)
+            if self._in_turns:
+                have_ended = finished | (lengths_S >= self.buffer.limits(live))
+                self._newly_ended += rows[have_ended].tolist()
+            ends = rows[finished].tolist()
+            later = [*steps[number + 1 :], *([] if following is None else [following])]
+            for other in later:
+                other.ended_before |= set(ends)
+            self._passes.copy(self._scheduler.end(ends, is_next_planned=following is not None))
 
     def _may_go_on(self, row: BufferRow) -> bool:
         """Return whether a row that stops may get tokens in a later turn or round."""

@@ -94,6 +94,11 @@ class PromptQueue:
         self._stolen: dict[int, int] = {}  # Sample id -> the data shard it belongs to.
         self._sent: list[Pending] = []
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no prompt is left, as far as this replica knows."""
+        return self._is_over
+
     def gather(self, document: Any) -> list[Any]:
         """Gather a JSON document from each replica that shares the queue. All ranks call this."""
         return self._replicas.all_gather_json(document) if self._is_shared else [document]

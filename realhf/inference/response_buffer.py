@@ -210,7 +210,7 @@ class ResponseBuffer:
         round."""
         self.tokens[self.at(rows)] = tokens_B
         are_full = self.count(rows)
-        return (are_full | self.finish(rows, tokens_B.cpu().numpy())).tolist()
+        return (are_full | self.finish(rows, tokens_B.cpu().numpy(), self.lengths[rows])).tolist()
 
     def count(self, rows: Sequence[BufferRow]) -> NDArray[np.bool_]:
         """Count one more token of each of these rows; return which of them have the most tokens of the
@@ -219,9 +219,11 @@ class ResponseBuffer:
         self.num_tokens += len(rows)
         return self.lengths[rows] >= self.limits(rows)
 
-    def finish(self, rows: Sequence[BufferRow], tokens_B: Integers) -> NDArray[np.bool_]:
-        """Read the newest tokens of these rows, and return which rows end with theirs, whatever the limits
-        are."""
+    def finish(
+        self, rows: Sequence[BufferRow], tokens_B: Integers, lengths_B: Integers
+    ) -> NDArray[np.bool_]:
+        """Read the tokens of these rows with which they had `lengths_B` tokens, and return which rows end
+        with theirs, whatever the limits are. Tokens that have been counted since do not count for these."""
         rows_B = np.array(rows, np.int64)
         finished = np.zeros(len(rows_B), bool)
         for end in self._end_ids:
@@ -229,9 +231,11 @@ class ResponseBuffer:
         if self._stops is not None:
             finished |= self._stops.advance(self, rows_B, tokens_B)
         if self._min_new_tokens:
-            finished &= self.num_drawn[rows_B] + self.lengths[rows_B] > self._min_new_tokens
+            finished &= self.num_drawn[rows_B] + lengths_B > self._min_new_tokens
         self.finished[rows_B] = finished
-        ended = finished | (self.lengths[rows_B] >= self.limits(rows))
+        self.num_tokens -= int((self.lengths[rows_B] - lengths_B)[finished].sum())
+        self.lengths[rows_B[finished]] = lengths_B[finished]
+        ended = finished | (lengths_B >= self.limits(rows))
         self.num_ended += int(ended.sum())
         if self._processors is not None:
             self._processors.release(rows_B[ended].tolist())

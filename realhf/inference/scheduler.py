@@ -204,6 +204,16 @@ class Scheduler:
         """Whether no row runs and none can begin, but for those that are parked."""
         return not (self._running or self._queued or self._ready or self._returning)
 
+    @property
+    def wants_slots(self) -> bool:
+        """Whether rows whose prompts are cached wait for slots."""
+        return bool(self._ready or self._returning)
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether prompts wait in its queue."""
+        return bool(self._queued)
+
     def add(self, prompt: Prompt) -> None:
         """Queue a further prompt."""
         self._queued.append(prompt)
@@ -286,6 +296,7 @@ class Scheduler:
         """Stop rows by their tokens of the step for which `count` has been called last.
 
         If the next step `is_next_planned`, these rows compute one token too many in it, which nobody reads.
+        Rows that cannot go on may have computed more of these, and may have been stopped by `count` since.
         Returns blocks to copy at once, as (from, to).
         """
         slot_of = {row: slot for slot, row in self._running.items()} if rows else {}
@@ -543,6 +554,11 @@ class DecodeWindows:
         self._num_left = 0
         self.now = DecodeWindow()
         """The window of the step that has been planned last."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step that has been planned last is the last one of its window."""
+        return self._num_left == 0
 
     def next_step(
         self, scheduler: Scheduler, buffer: ResponseBuffer, *, num_pages: int, waits: bool

@@ -26,7 +26,7 @@ from realhf.inference.kv_cache import BlockTables, RowPages
 from realhf.inference.page_pool import Decoded, DecodeGraphs, PagePool
 from realhf.inference.response_buffer import Processing, ResponseBuffer
 from realhf.inference.sampling import draw_tokens, for_vocabulary
-from realhf.inference.scheduler import BufferRow, DecodeWindow, Step
+from realhf.inference.scheduler import MOST_STEPS, BufferRow, DecodeWindow, Step
 from realhf.nn.attention import Segment
 from realhf.nn.transformer import Transformer
 
@@ -59,7 +59,7 @@ class StartedStep:
     at: tuple[Tensor, Tensor]  # Where the buffer keeps the tokens and log-probs.
     drawn_S: Tensor  # On the last stage: the token of each of the step's rows.
     download: Download  # The same tokens on the host.
-    is_read: bool = False
+    lengths: NDArray[np.int64] | None = None  # The tokens of each row with those of the step, once counted.
     ended_before: set[BufferRow] = field(default_factory=set)
     """Rows that had ended before the step, as has been found out since."""
 
@@ -279,7 +279,7 @@ class StepPasses:
         return hidden
 
 
-_NUM_BUFFERS = 3  # A step's buffer is written again three steps later, when its copy has usually ended.
+_NUM_BUFFERS = MOST_STEPS + 3  # When a step's buffer is written again, a later step has been read.
 _ALIGNMENT = 16  # Bytes; kernels load several numbers at a time.
 
 

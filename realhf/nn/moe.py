@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.attention.choose import grouped_refusal
 from realhf.devices import half_precision
 from realhf.devices.half_precision import joined, widened
 from realhf.devices.pinned import Download
@@ -356,10 +357,10 @@ def _kernel_takes(x: Tensor) -> bool:
     model has one (tests/models/test_shipped_models.py). On CUDA the kernel is used in bfloat16 only, because
     with other dtypes torch waits for the ends of the groups.
     """
-    dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    is_legal = grouped_refusal("cuda" if x.is_cuda else "cpu", x.dtype) is None
     has_aligned_rows = x.shape[-1] * x.element_size() % 16 == 0
     has_base = x.is_cuda or x.data_ptr() % 16 == 0
-    return x.dtype in dtypes and has_aligned_rows and has_base and not half_precision.needs_float32(x)
+    return is_legal and has_aligned_rows and has_base and not half_precision.needs_float32(x)
 
 
 class _Grouped(torch.autograd.Function):

@@ -8,6 +8,7 @@ from realhf.attention.choose import (
     choose_packed,
     choose_paged,
     choose_partial,
+    kernel_choices,
     packed_backend,
     paged_backend,
     partial_backend,
@@ -17,6 +18,7 @@ from realhf.attention.interface import AttentionKind, AttentionShape
 from realhf.errors import UserError
 from realhf.models.kv_blocks import block_size, cached_heads, page_tokens
 from realhf.models.model_config import ModelConfig
+from tests.families import CASES, MOE_CASES
 from tests.models.test_shipped_models import NUM_PARAMS
 
 PLAIN, WINDOW = AttentionKind(0.1), AttentionKind(0.1, window=4096)
@@ -71,6 +73,44 @@ def test_the_choice_for_pages_on_cuda(installed, kind, dims, name, page_tokens, 
     chosen = choose_paged(installed, shape)
     assert (chosen.name, chosen.page_tokens) == (name, page_tokens)
     assert chosen.refuses(shape, paged=True) is None
+
+
+def _choices(name, dtype, installed, **options):
+    hf = {**CASES, **MOE_CASES}[name].hf(architectures=[ARCHITECTURES[name]])
+    return [tuple(row) for row in kernel_choices(
+        ModelConfig.from_hf(hf), dtype, installed, generates=True, **options)]
+
+
+ARCHITECTURES = {
+    "gemma-2": "Gemma2ForCausalLM", "deepseek-v3": "DeepseekV3ForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM"}
+
+
+def test_all_choices_of_a_model_come_with_reasons():
+    """They are those of the tables above, beside what computes chains, samples and experts."""
+    rows = _choices("gemma-2", BF16, NEW)
+    assert len(rows) == 2 * 3 + 2  # Layers with and without a window.
+    absent = "flash-attn is not installed"
+    capped = f"{absent}; {VARLEN}: it has no soft cap"
+    assert [row[1:] for row in rows[:3]] == [(FLEX, capped), (TRITON, capped), (TRITON, absent)]
+    assert rows[-1] == ("sampling", "realhf's Triton kernels", "")
+    latent = _choices("deepseek-v3", BF16, FLASH, splits_logits=True)
+    assert [row[1] for row in latent[:3]] == ["flash-attn", TRITON, TRITON]
+    assert latent[-2:] == [
+        ("sampling", "torch's operations", "each rank has a part of the vocabulary"),
+        ("experts", "torch's grouped_mm", "")]
+    bare = _choices("qwen3-moe", FP16, NEW)
+    assert bare[-1][1:] == (
+        "one product for each expert", "torch makes the host wait in other dtypes than bfloat16")
+    wide = _choices("qwen3-moe", torch.float32, NEW)
+    assert wide[0][1:] == ("torch's dense kernels", "in float32, which is for tests")
+    assert wide[1][1] == TRITON and wide[1][2].endswith("it computes in float16 and bfloat16, not in float32")
+    on_cpu = _choices("qwen3-moe", BF16, None)
+    by_torch = ("torch's operations", "a CPU has no launches to save")
+    assert [row[1:] for row in on_cpu] == [
+        ("torch's dense kernels", "as on all CPUs"), by_torch, by_torch, ("torch's grouped_mm", "")]
+    with pytest.raises(UserError, match="no installed kernel can decode"):
+        _choices("deepseek-v3", BF16, BARE)
 
 
 @pytest.mark.parametrize("installed, name", [(FLASH, "flash-attn"), (NEW, VARLEN), (BARE, VARLEN)])

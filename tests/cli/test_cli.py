@@ -786,7 +786,16 @@ def test_check_shows_options(tmp_path, experiment, call):
 
 def test_check_counts_the_cluster(experiment, call):
     code, out, _ = call("check", experiment, "--cluster", "h100-8x8", "--json")
-    assert (code, json.loads(out)["ranks"]) == (0, 64)
+    document = json.loads(out)
+    assert (code, document["ranks"]) == (0, 64)
+    kernels = {role: {row["work"]: row for row in rows} for role, rows in document["kernels"].items()}
+    assert "sampling" in kernels["actor"] and "sampling" not in kernels["ref"]
+    assert sum("decoding" in work for work in kernels["actor"]) == 1
+    words = call("check", experiment, "--cluster", "h100-8x8")[1]
+    row = kernels["ref"]["norms, rotation, activations, logits"]
+    reason = f" ({row['reason']})" if row["reason"] else ""
+    assert "kernels of ref, by the packages of this machine:" in words
+    assert f"{row['work']}: {row['kernels']}{reason}" in words
 
 
 def test_help(experiment, call):

@@ -37,9 +37,10 @@ def _batch():
     return Batch(list(range(len(LENGTHS))), columns)
 
 
-def _train(engine, *, loss=None, recompute=False):
+def train(engine, *, loss=None, recompute=False, router_losses=True):
     """Metrics of the steps."""
-    work = TrainStep(loss or CrossEntropy(), router_aux_loss_coef=0.01, router_z_loss_coef=0.001)
+    coefficients = {"router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.001} if router_losses else {}
+    work = TrainStep(loss or CrossEntropy(), **coefficients)
     batch = _batch()
     call = FunctionCall("actor_train", "train_step", tuple(batch.fields), role="actor", work=work)
     steps = [
@@ -50,7 +51,7 @@ def _train(engine, *, loss=None, recompute=False):
 
 def _on(directory, device, *, dtype="float32", lora=None, **settings):
     engine = engine_of(directory, device=device, dtype=dtype, optimizer=OPTIMIZER, lora=lora)
-    return _train(engine, **settings)
+    return train(engine, **settings)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +81,7 @@ def test_bfloat16_steps_are_near_those_of_float32(directories, device, name, rec
 
 def test_what_was_trained_is_written_as_it_is(tmp_path, directories, device):
     engine = engine_of(directories("qwen2"), device=device, dtype="float32", optimizer=OPTIMIZER)
-    _train(engine)
+    train(engine)
     save_weights(tmp_path, engine.model)
     again = engine_of(tmp_path, device=torch.device("cpu"), dtype="float32")
     mine = engine.model.shards()

@@ -27,7 +27,7 @@ READS = "Event.synchronize"
 
 def _steps(
     directory, *, dtype="float32", world=None, layout="d1@0", limits=(NEW,) * ROWS, lora=None, calls=1,
-    interruption=None, **sampling,
+    interruption=None, max_new_tokens=NEW, **sampling,
 ):
     """Generate rows that have limits; return after each step of the last of some calls what the host has done
     so far in it: waits, transfers, replays, launches, and agreements with other ranks."""
@@ -39,7 +39,7 @@ def _steps(
             model_spec(ModelConfig.load(str(directory))), Layout.parse(layout), world, dtype=dtype,
             paged=PagedReference(), lora=lora)
         engine.load(directory, seed=0)
-        work = Generate(SamplingConfig(max_new_tokens=NEW, **sampling), interruption=interruption)
+        work = Generate(SamplingConfig(max_new_tokens=max_new_tokens, **sampling), interruption=interruption)
         call = FunctionCall("gen", "generate", ("prompt_ids", "limits"), OUTPUTS, role="actor", work=work)
         prompts = Packed.of([tokens(40 + i) for i in range(len(limits))])
         ids = [100 * world.rank + i for i in range(len(limits))]
@@ -59,19 +59,38 @@ def _steps(
     return found
 
 
-@pytest.mark.parametrize("name", marked(["qwen2", "gemma-2", "qwen3-moe", "deepseek-v3"], quick=[0]))
-def test_a_decoding_step_only_reads_the_tokens_of_the_step_before(tmp_path, name):
+def _num_reads(first, last):
+    """Return how often the host reads in these steps: it reads one step at once, and one more for every 16
+    that have been taken, but at most 16."""
+    num_reads = num_unread = 0
+    for step in range(1, last + 1):
+        num_unread += 1
+        if num_unread >= min(16, 1 + step // 16):
+            num_unread = 0
+            num_reads += step >= first
+    return num_reads
+
+
+@pytest.mark.parametrize("name, new", marked(
+    [("qwen2", 150), ("gemma-2", NEW), ("qwen3-moe", NEW), ("deepseek-v3", NEW)], quick=[0]))
+def test_a_decoding_step_only_reads_the_tokens_of_steps_before(tmp_path, name, new):
+    """Several steps together wait once."""
     write_model(tmp_path / "model", name, max_position_embeddings=256)
     has_experts = name in ("qwen3-moe", "deepseek-v3")
-    steps = _steps(tmp_path / "model", dtype="bfloat16" if has_experts else "float32")
-    assert len(steps) == NEW
+    dtype = "bfloat16" if has_experts else "float32"
+    steps = _steps(tmp_path / "model", dtype=dtype, limits=(new,) * ROWS, max_new_tokens=new)
+    assert len(steps) == new
     # The first steps prefill, run a size for the first time, and record it.
+    reads = 0
     for (waits, *before), (more_waits, *after) in list(pairwise(steps[5:-2])):
-        new = more_waits[len(waits) :]
-        assert [wait for wait in new if not wait.startswith(READS)] == []
+        new_waits = more_waits[len(waits) :]
+        assert [wait for wait in new_waits if not wait.startswith(READS)] == []
         transfers, replays, launches, _ = (b - a for a, b in zip(before, after, strict=True))
-        assert len(new) == 1 and transfers <= 2 and replays == 1
+        assert len(new_waits) <= 1 and transfers <= 2 and replays == 1
         assert launches < 60
+        reads += len(new_waits)
+    assert reads == _num_reads(6, new - 3)
+    assert reads < (40 if new == 150 else 24)
 
 
 def _expert_steps(world, directory, limits):

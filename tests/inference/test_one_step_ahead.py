@@ -10,51 +10,57 @@ from tests.samples import drawn
 
 
 class _Late(_Replay):
-    """Tells the scheduler at once which samples have reached their limits, and one step later which of them
-    have ended at the tokens in `wanted`."""
+    """Tells the scheduler at once which samples have reached their limits, and one step later, or some more,
+    which of them have ended at the tokens in `wanted`."""
 
-    def __init__(self, *args, limits, window=1, **options):
-        """Prompts are prefilled in the first step of each `window` only."""
+    def __init__(self, *args, limits, window=1, together=1, **options):
+        """Prompts are prefilled in the first step of each `window` only. The tokens of `together` steps are
+        read at once, unless blocks become scarce."""
         super().__init__(*args, **options)
         self.window = window
+        self.together = together
         self.limits = limits
         self.last = None
-        self.unread = set()
-        self.knows_all = True
-        self.late_ends = 0
+        self.ended = set()
+        self.told = set()
+        self.num_unread = 0
+
+    @property
+    def knows_all(self):
+        return self.ended == self.told
 
     def step(self):
-        last = self.last
-        finished = set()
-        if last is not None:
-            finished = self._receive(last)
+        if self.last is not None:
+            self._receive(self.last)
+            self.num_unread += 1
+        if self.scheduler.may_reclaim or self.scheduler.is_idle:
+            self._tell(is_next_planned=False)
         prefills = self.steps % self.window == 0
         step = self.scheduler.plan(prefills=prefills)
         assert prefills or step is None or not step.chunks
-        self.unread = set()
         if step is not None:
             self._run(step)
-            self.unread = finished & set(step.rows)
-            self.late_ends += len(self.unread)
-        self._copy(self.scheduler.end(finished, is_next_planned=step is not None))
-        self.knows_all = True
+        if self.num_unread >= self.together:
+            self._tell(is_next_planned=step is not None)
         self.last = step
         return step is not None or not prefills
 
     def _receive(self, last):
-        """Append the tokens of the last step; return the samples whose ends the scheduler does not know."""
-        numbers = [sample for sample in last.rows if sample not in self.unread]
-        for sample in numbers:
+        """Count the last step, and append its tokens, also to samples whose ends are not known yet."""
+        rows = [sample for sample in last.rows if sample not in self.told]
+        for sample in rows:
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
-        full = {sample for sample in numbers if len(self.made[sample]) == self.limits[sample]}
-        finished = {sample for sample in numbers if len(self.made[sample]) == self.wanted[sample]}
-        self._copy(self.scheduler.count([s in full or s in self.unread for s in last.rows]))
-        self.knows_all = not finished
-        if self.scheduler.may_reclaim:
-            self._copy(self.scheduler.end(finished))
-            self.knows_all = True
-            return set()
-        return finished
+        self.ended |= {sample for sample in rows if len(self.made[sample]) == self.wanted[sample]}
+        full = {sample for sample in rows if len(self.made[sample]) == self.limits[sample]}
+        self._copy(self.scheduler.count([s in full or s in self.told for s in last.rows]))
+
+    def _tell(self, *, is_next_planned):
+        new = self.ended - self.told
+        self.told |= new
+        for sample in new:
+            del self.made[sample][self.wanted[sample] :]
+        self.num_unread = 0
+        self._copy(self.scheduler.end(new, is_next_planned=is_next_planned))
 
     def may_go_on(self, sample):
         return False
@@ -84,7 +90,7 @@ def test_every_row_reads_its_own_tokens_and_all_blocks_come_back(seed):
     replay = _Late(
         prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=least + rng.choice([0, 3, 200]),
         prefill_tokens=rng.choice([7, 60, 10_000]), restart_at=None, wanted=ends, limits=limits,
-        window=rng.choice([1, 1, 4, 16]))
+        window=rng.choice([1, 1, 4, 16]), together=rng.choice([1, 1, 3, 16]))
     restart = replay.scheduler._restart
 
     def checked(sample):  # A row that loses its blocks is one that goes on.

@@ -59,6 +59,20 @@ def test_tokens_are_those_of_the_cpu(name, tmp_path):
         assert torch.equal(again["finished"], whole["finished"])
 
 
+@pytest.mark.parametrize("name", marked(["qwen3-moe"], quick=[0]))
+def test_reading_many_steps_at_once_changes_no_token(name, tmp_path):
+    """Long samples are read in windows of up to 10 steps, in which others end; with and without a queue."""
+    write_family(name, tmp_path)
+    on_cpu = engine_of(tmp_path)
+    engine = engine_of(tmp_path, paged=PagedReference())
+    prompts = [[*range(30 + i, 36 + i)] for i in range(12)]
+    for options in ({}, {"max_rows": 5}):
+        options = {"seed": 4, "max_new_tokens": 150, "ignore_eos": True, "stop_token_ids": (5,), **options}
+        expected, _ = _generate(on_cpu, prompts, **options)
+        assert max(map(len, expected)) > 100 and len({len(response) for response in expected}) > 6
+        assert _generate(engine, prompts, **options)[0] == expected
+
+
 def _same_rows(found, expected):
     assert found.keys() == expected.keys()
     for i, row in expected.items():
