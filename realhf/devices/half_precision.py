@@ -100,11 +100,7 @@ def add_product(
         total_OI.addmm_(grad_TO.T, x_TI, beta=0 if is_empty else 1, alpha=scale)
         return
     if grad_TO.is_cuda and grad_TO.dtype == x_TI.dtype:
-        for outputs in row_blocks(len(total_OI), total_OI.shape[1], block_numel(is_cuda=True)):
-            if is_empty:
-                total_OI[outputs].zero_()
-            product = torch.mm(grad_TO[:, outputs].T, x_TI, out_dtype=torch.float32)
-            total_OI[outputs].add_(product, alpha=scale)
+        _add_on_cuda(total_OI, grad_TO.T, x_TI, is_empty=is_empty, scale=scale)
         return
     for tokens in _tokens(x_TI, x_TI.shape[1]):
         x_tI = x_TI[tokens] if x_TI.is_cuda else x_TI[tokens].float()
@@ -112,6 +108,34 @@ def add_product(
             if is_empty and tokens.start == 0:
                 total_OI[outputs].zero_()
             _add_mm(total_OI[outputs], grad_TO[tokens, outputs].T, x_tI, scale=scale)
+
+
+def _add_on_cuda(
+    total_OI: Tensor, x_OT: Tensor, y_TI: Tensor, *, is_empty: bool, scale: float
+) -> None:
+    """Add scale x y of 16-bit operands to a float32 sum, by the product itself where torch can."""
+    if adds_in_product(total_OI.device):
+        torch.addmm(
+            total_OI, x_OT, y_TI, out_dtype=torch.float32, beta=0 if is_empty else 1, alpha=scale,
+            out=total_OI)
+        return
+    for outputs in row_blocks(len(total_OI), total_OI.shape[1], block_numel(is_cuda=True)):
+        if is_empty:
+            total_OI[outputs].zero_()
+        total_OI[outputs].add_(torch.mm(x_OT[outputs], y_TI, out_dtype=torch.float32), alpha=scale)
+
+
+@cache
+def adds_in_product(device: torch.device) -> bool:
+    """Return whether torch adds a product of 16-bit operands to a float32 sum on this GPU; some versions take
+    no sum that is wider than the operands."""
+    total = torch.zeros(16, 16, device=device)
+    operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _add_mm(total: Tensor, x: Tensor, y: Tensor, *, scale: float = 1.0) -> None:
@@ -126,7 +150,7 @@ def _add_mm(total: Tensor, x: Tensor, y: Tensor, *, scale: float = 1.0) -> None:
     remainder = x.float()
     for _ in range(3):  # A bfloat16 number has 8 of the 24 bits of a float32.
         term = remainder.bfloat16()
-        total.add_(torch.mm(term, y, out_dtype=torch.float32), alpha=scale)
+        _add_on_cuda(total, term, y, is_empty=False, scale=scale)
         remainder = remainder - term
 
 

@@ -153,15 +153,17 @@ class Attention:
         interleaved = self.config.rope_interleaved
         chains = None if torch.is_grad_enabled() else chains_of(qkv)
         by_head = self.config.qk_norm == "head"
-        if self.config.qk_norm is not None and not (chains is not None and by_head):
+        in_chain = self.config.qk_norm is not None and (by_head or self.tp.size == 1)
+        if self.config.qk_norm is not None and not (chains is not None and in_chain):
             q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
             q_TND = self._normed(q_TND, self.q_norm)
             k_TKD = self._normed(k_TKD, self.k_norm)
             qkv = torch.cat((q_TND, k_TKD, v_TKD), dim=1)
         if chains is not None:
-            norms = (self.q_norm, self.k_norm) if by_head else None
+            norms = (self.q_norm, self.k_norm) if in_chain else None
             return chains.rotate_and_store(
-                qkv, num_kv_heads=K, angles=angles, interleaved=interleaved, norms=norms, place=place)
+                qkv, num_kv_heads=K, angles=angles, interleaved=interleaved, norms=norms, place=place,
+                by_head=by_head)
         if angles is not None:
             qkv = rotate(qkv, angles, interleaved=interleaved, num_heads=N + K)
         if place is not None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _GATED_BLOCK = 1024  # Elements of a row that a program activates.
 _VOCABULARY_BLOCK = 4096  # Logits that a program reads at a time.
+_ROWS_BLOCK = 1024  # Rows of experts that a program sorts at a time.
 _NUMEL_PER_WARP = 512  # Elements of a row that a warp normalises.
 _MOST_WARPS = 16
 
@@ -67,10 +68,10 @@ class TritonChains:
 
     def rotate_and_store(
         self, qkv: Tensor, *, num_kv_heads: int, angles: tuple[Tensor, Tensor] | None, interleaved: bool,
-        norms: "tuple[Norm, Norm] | None", place: CachePlace | None,
+        norms: "tuple[Norm, Norm] | None", place: CachePlace | None, by_head: bool = True,
     ) -> Tensor:
-        """Return `qkv` (tokens, heads of queries, keys and values, dim) with queries and keys normalised per
-        head and rotated, after keys and values have been written to the cache."""
+        """Return `qkv` (tokens, heads of queries, keys and values, dim) with queries and keys normalised,
+        `by_head` or all heads at once, and rotated, after keys and values have been written to the cache."""
         from realhf.nn import fused_kernels as kernels
 
         num_heads, dim = qkv.shape[1:]
@@ -78,12 +79,15 @@ class TritonChains:
         cos, sin = (qkv, qkv) if angles is None else angles
         q_weight, k_weight = (qkv, qkv) if norms is None else (norm.weight for norm in norms)
         memory = (qkv, qkv) if place is None else tuple(place.memory)
+        most_heads = max(num_heads - 2 * num_kv_heads, num_kv_heads)
+        normed_at_once = 0 if norms is None or by_head else _power_of_two(most_heads * dim)
         kernels.rotate_and_store[(len(qkv), num_heads)](
             qkv, out, cos, sin, q_weight, k_weight, *memory, qkv if place is None else place.positions_T,
             *_numbers(norms and norms[0]),
             num_heads - 2 * num_kv_heads, num_kv_heads, qkv.stride(0), *(x.stride(0) for x in memory),
             DIM=dim, ROTATED=0 if angles is None else 2 * cos.shape[-1], INTERLEAVED=interleaved,
-            HAS_NORM=norms is not None, STORES=place is not None, BLOCK_D=_power_of_two(dim), num_warps=1)
+            HAS_NORM=norms is not None, STORES=place is not None, BLOCK_D=_power_of_two(dim),
+            BLOCK_N=normed_at_once, num_warps=4 if normed_at_once else 1)
         return out
 
     def angles(
@@ -119,19 +123,51 @@ class TritonChains:
             grad_TF, up_TF, out_TF, width, ACTIVATION=activation, BLOCK_F=_GATED_BLOCK)
         return out_TF
 
-
-    def route(self, logits_TE: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
-        """Return weights_TK, in the dtype of the logits, and expert_TK: the most probable experts of all."""
+    def route(
+        self, logits_TE: Tensor, moe: MoeConfig, bias: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return weights_TK, in this dtype, and expert_TK: each token's experts. The `bias`, which counts in
+        their choice only, is a sum of terms."""
         from realhf.nn import fused_kernels as kernels
 
         num_tokens, num_experts = logits_TE.shape
         num = moe.num_experts_per_token
-        weights_TK = logits_TE.new_empty(num_tokens, num)
+        weights_TK = logits_TE.new_empty(num_tokens, num, dtype=dtype)
         expert_TK = torch.empty_like(weights_TK, dtype=torch.int64)
         kernels.route[(num_tokens,)](
-            logits_TE, weights_TK, expert_TK, float(moe.scale), num_experts, NUM=num,
-            NORMALIZE=moe.normalize, BLOCK_E=_power_of_two(num_experts), BLOCK_K=_power_of_two(num))
+            logits_TE, logits_TE if bias is None else bias, weights_TK, expert_TK, float(moe.scale),
+            num_experts, NUM=num, NORMALIZE=moe.normalize, SIGMOID=moe.scores == "sigmoid",
+            BIAS_TERMS=0 if bias is None else len(bias), GROUPS=moe.num_groups,
+            CHOSEN_GROUPS=moe.num_groups_per_token, BLOCK_E=_power_of_two(num_experts),
+            BLOCK_K=_power_of_two(num))
         return weights_TK, expert_TK
+
+    def group_rows(self, expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort the rows, each a token and one of its experts, by expert. Return the token of each sorted row,
+        the place of each row among the sorted ones, and where each expert's rows end (int32).
+
+        Rows whose expert is `num_experts` come last, those of the same expert in order.
+        """
+        from realhf.nn import fused_kernels as kernels
+
+        num_rows = expert_TK.numel()
+        token_R, place_R = (expert_TK.new_empty(num_rows) for _ in range(2))
+        ends = token_R.new_empty(num_experts + 1, dtype=torch.int32)
+        kernels.group_rows[(num_experts + 1,)](
+            expert_TK, token_R, place_R, ends, num_rows, NUM=expert_TK.shape[1],
+            BLOCK_R=min(_power_of_two(num_rows), _ROWS_BLOCK))
+        return token_R, place_R, ends[:-1]
+
+    def mix(self, y_RH: Tensor, weights_TK: Tensor, place_R: Tensor) -> Tensor:
+        """Return the weighted sum of each token's rows, which are at their places in `y_RH`."""
+        from realhf.nn import fused_kernels as kernels
+
+        num_tokens, num = weights_TK.shape
+        size = y_RH.shape[1]
+        out_TH = y_RH.new_empty(num_tokens, size)
+        kernels.mix[(num_tokens, -(-size // _GATED_BLOCK))](
+            y_RH, weights_TK, place_R, out_TH, size, NUM=num, BLOCK_H=_GATED_BLOCK)
+        return out_TH
 
     def logit_statistics(
         self, product_TV: Tensor, at_TK: Tensor, head: "Head", temperature: float, entropy: bool

@@ -54,12 +54,13 @@ def rotate_and_store(
     qkv, out, cos, sin, q_weight, k_weight, keys, values, positions, eps, offset, num_q, num_k,
     qkv_token, keys_token, values_token,
     DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
-    STORES: tl.constexpr, BLOCK_D: tl.constexpr,
+    STORES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Normalise and rotate one head of one token, and write it to the cache (grid: tokens, heads).
 
     The heads are `num_q` of queries, then `num_k` of keys and of values each. `ROTATED` dims are rotated, the
-    cosines and sines of which are (tokens, ROTATED / 2).
+    cosines and sines of which are (tokens, ROTATED / 2). Norms are of each head, or with a `BLOCK_N` of all
+    queries, and of all keys, of a token at once.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -72,10 +73,19 @@ def rotate_and_store(
         scale = 1.0
         weight = q_weight
         if HAS_NORM:
-            wide_D = x_D.to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(wide_D * wide_D, 0) / DIM + eps)
             if head >= num_q:
                 weight = k_weight
+            if BLOCK_N > 0:
+                n = tl.arange(0, BLOCK_N)
+                first = tl.where(head >= num_q, num_q, 0)
+                size = tl.where(head >= num_q, num_k, num_q) * DIM
+                wide = tl.load(qkv + token * qkv_token + first * DIM + n, mask=n < size, other=0.0)
+                weight += (head - first) * DIM
+            else:
+                size = DIM
+                wide = x_D
+            wide = wide.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
             x_D = _scaled(x_D, weight, scale, offset, d, inside_D)
         if ROTATED > 0:
             half: tl.constexpr = ROTATED // 2
@@ -156,30 +166,95 @@ def gated_backward(grad, up, grad_up, F, ACTIVATION: tl.constexpr, BLOCK_F: tl.c
 
 @triton.jit
 def route(
-    logits, weights, experts, scale, num_experts, NUM: tl.constexpr, NORMALIZE: tl.constexpr,
+    logits, bias, weights, experts, scale, num_experts, NUM: tl.constexpr, NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr, BIAS_TERMS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """Write the `NUM` most probable experts of a token, and their weights (grid: tokens)."""
+    """Write the `NUM` experts of a token with the highest scores, and their weights (grid: tokens).
+
+    Experts are chosen by score and bias, the sum of `BIAS_TERMS` rows; with more than one of `GROUPS`, from
+    the `CHOSEN_GROUPS` whose two best have the largest sums. There are then `BLOCK_E` experts.
+    """
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
     inside_E = e < num_experts
     x_E = tl.load(logits + token * num_experts + e, mask=inside_E, other=float("-inf")).to(tl.float32)
-    score_E = tl.exp(x_E - tl.max(x_E, 0))
-    left_E = tl.where(inside_E, score_E / tl.sum(score_E, 0), -1.0)
+    if SIGMOID:
+        score_E = tl.sigmoid(x_E)
+    else:
+        score_E = tl.exp(x_E - tl.max(x_E, 0))
+        score_E = score_E / tl.sum(score_E, 0)
+    left_E = score_E
+    for i in tl.static_range(BIAS_TERMS):
+        left_E += tl.load(bias + i * num_experts + e, mask=inside_E, other=0.0).to(tl.float32)
+    left_E = tl.where(inside_E, left_E, float("-inf"))
+    if GROUPS > 1:
+        left_GI = tl.reshape(left_E, [GROUPS, BLOCK_E // GROUPS])
+        best_G = tl.max(left_GI, 1)
+        at_G = tl.argmax(left_GI, 1)
+        is_best_GI = tl.arange(0, BLOCK_E // GROUPS)[None, :] == at_G[:, None]
+        left_G = best_G + tl.max(tl.where(is_best_GI, float("-inf"), left_GI), 1)
+        g = tl.arange(0, GROUPS)
+        is_chosen_G = g < 0
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            at = tl.argmax(left_G, 0)
+            is_chosen_G = is_chosen_G | (g == at)
+            left_G = tl.where(g == at, float("-inf"), left_G)
+        left_E = tl.reshape(tl.where(is_chosen_G[:, None], left_GI, float("-inf")), [BLOCK_E])
     weight_K = tl.zeros([BLOCK_K], tl.float32)
     expert_K = tl.zeros([BLOCK_K], tl.int64)
     for i in tl.static_range(NUM):
-        best = tl.max(left_E, 0)
-        at = tl.min(tl.where(left_E == best, e, num_experts - 1), 0)
-        weight_K = tl.where(k == i, best, weight_K)
+        at = tl.argmax(left_E, 0)
+        weight_K = tl.where(k == i, tl.sum(tl.where(e == at, score_E, 0.0), 0), weight_K)
         expert_K = tl.where(k == i, at.to(tl.int64), expert_K)
-        left_E = tl.where(e == at, -2.0, left_E)
+        left_E = tl.where(e == at, float("-inf"), left_E)
     if NORMALIZE:
         weight_K = weight_K / (tl.sum(weight_K, 0) + 1e-20)
     weight_K *= scale
     tl.store(weights + token * NUM + k, weight_K.to(weights.dtype.element_ty), mask=k < NUM)
     tl.store(experts + token * NUM + k, expert_K, mask=k < NUM)
+
+
+@triton.jit
+def group_rows(experts, tokens, places, ends, R, NUM: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Sort the rows of one expert behind those of the experts before it (grid: experts, and one more for the
+    rows of other ranks' experts).
+
+    `experts` has the expert of each row, `NUM` for each token. Writes the token of each sorted row, the place
+    of each row among the sorted ones, and where the rows of each expert end.
+    """
+    expert = tl.program_id(0)
+    r = tl.arange(0, BLOCK_R)
+    num_before_R = tl.zeros([BLOCK_R], tl.int32)
+    for start in range(0, R, BLOCK_R):
+        inside_R = start + r < R
+        expert_R = tl.load(experts + start + r, mask=inside_R, other=0)
+        num_before_R += (inside_R & (expert_R < expert)).to(tl.int32)
+    end = tl.sum(num_before_R, 0)
+    for start in range(0, R, BLOCK_R):
+        inside_R = start + r < R
+        is_mine_R = inside_R & (tl.load(experts + start + r, mask=inside_R, other=0) == expert)
+        place_R = (end + tl.cumsum(is_mine_R.to(tl.int32), 0) - 1).to(tl.int64)
+        tl.store(tokens + place_R, ((start + r) // NUM).to(tl.int64), mask=is_mine_R)
+        tl.store(places + start + r, place_R, mask=is_mine_R)
+        end += tl.sum(is_mine_R.to(tl.int32), 0)
+    tl.store(ends + expert, end)
+
+
+@triton.jit
+def mix(y, weights, places, out, H, NUM: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Write the weighted sum of a token's `NUM` rows of `y`, which are at its places (grid: tokens, blocks of
+    H). Rows without weight are not read, as they may have no values."""
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    sum_H = tl.zeros([BLOCK_H], tl.float32)
+    for k in tl.static_range(NUM):
+        weight_H = tl.zeros([BLOCK_H], tl.float32) + tl.load(weights + token * NUM + k).to(tl.float32)
+        row = tl.load(places + token * NUM + k).to(tl.int64) * H
+        is_read_H = (h < H) & (weight_H != 0.0)
+        sum_H += weight_H * tl.load(y + row + h, mask=is_read_H, other=0.0).to(tl.float32)
+    tl.store(out + token * H + h, sum_H.to(out.dtype.element_ty), mask=h < H)
 
 
 @triton.jit

@@ -28,10 +28,13 @@ from realhf.distributed.group import Group, copy_to_group, exchange_rows, sum_ov
 from realhf.distributed.world import ParallelGroups
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig, MoeConfig
-from realhf.nn.fused import chains_of
+from realhf.nn.fused import TritonChains, chains_of
 from realhf.nn.linear import add_rows, collects, linear
 from realhf.nn.linear import wide as wide_weight
 from realhf.nn.mlp import Activation
+
+_FEW_TOKENS = 1 << 13
+"""Our own kernel sorts the rows of so many tokens; it reads all of them once for each expert."""
 
 
 class RouterLosses:
@@ -137,6 +140,11 @@ class Moe:
     def _dispatched(self, x_TH: Tensor, losses: RouterLosses | None) -> Tensor:
         """Send tokens to their experts' ranks; return the weighted sums of the outputs, partial over tp."""
         weights_TK, expert_TK = self._route(x_TH, losses)
+        chains = self._chains(x_TH, losses)
+        if chains is not None and self.ep.size == 1:
+            token_R, place_R, ends_E = chains.group_rows(expert_TK, self.moe.num_experts)
+            y_RH = self._compute(x_TH.index_select(0, token_R), RowGroups(ends_E))
+            return chains.mix(y_RH, weights_TK.to(x_TH.dtype), place_R)
         # The weights multiply outputs that are partial sums over tp.
         weights_TK = copy_to_group(weights_TK, self.tp).to(x_TH.dtype)
         expert_R, order_R = expert_TK.flatten().sort(stable=True)
@@ -160,13 +168,22 @@ class Moe:
         is_mine_AK = (expert_AK >= first) & (expert_AK < stop)
         # The rows of other ranks' experts come last. They are not computed, so their values have no meaning.
         local_AK = torch.where(is_mine_AK, expert_AK - first, self.num_local)
+        chains = self._chains(x_AH, None)
+        if chains is not None:
+            token_R, place_R, ends_L = chains.group_rows(local_AK, self.num_local)
+            y_RH = self._compute(x_AH.index_select(0, token_R), RowGroups(ends_L))
+            weights_AK = weights_AK.to(x_TH.dtype).masked_fill(~is_mine_AK, 0)
+            return self._scattered(chains.mix(y_RH, weights_AK, place_R))[: len(x_TH)]
         expert_R, order_R = local_AK.flatten().sort(stable=True)
         rows_RH = x_AH.index_select(0, order_R // expert_AK.shape[1])
         y_RH = self._compute(rows_RH, RowGroups(_ends(expert_R, self.num_local)))
         y_AKH = y_RH.index_select(0, _inverse(order_R)).unflatten(0, expert_AK.shape)
         mixed_AH = _mixed(weights_AK.to(x_TH.dtype), y_AKH.masked_fill(~is_mine_AK[..., None], 0))
-        mixed_GTH = mixed_AH.unflatten(0, (self.ep.size, -1)).contiguous()
-        return self.ep.reduce_scatter(mixed_GTH)[: len(x_TH)]
+        return self._scattered(mixed_AH)[: len(x_TH)]
+
+    def _scattered(self, mixed_AH: Tensor) -> Tensor:
+        """Return this rank's part of the sums over the ranks of the ep group."""
+        return self.ep.reduce_scatter(mixed_AH.unflatten(0, (self.ep.size, -1)).contiguous())
 
     @property
     def has_kernels(self) -> bool:
@@ -178,10 +195,14 @@ class Moe:
     def _route(self, x_TH: Tensor, losses: RouterLosses | None) -> tuple[Tensor, Tensor]:
         """Return weights_TK, with gradients in at least float32, and expert_TK: each token's experts."""
         moe = self.moe
-        is_plain = moe.scores == "softmax" and moe.num_groups == 1 and self.choice_bias is None
-        chains = None if torch.is_grad_enabled() or losses is not None else chains_of(x_TH)
-        if chains is not None and is_plain:
-            return chains.route(linear(x_TH, self.router), moe)
+        chains = self._chains(x_TH, losses)
+        if chains is not None and routes_by_kernel(moe):
+            if moe.scores == "sigmoid" and x_TH.itemsize == 2:
+                logits_TE = half_precision.affine_float32(x_TH, self.router)
+            else:
+                logits_TE = linear(x_TH, self.router)
+            bias = None if self.choice_bias is None else self.choice_bias.detach()
+            return chains.route(logits_TE, moe, bias, x_TH.dtype)
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         if moe.scores == "sigmoid":
             logits_TE = F.linear(x_TH.to(wide), wide_weight(self.router))
@@ -199,6 +220,12 @@ class Moe:
         if losses is not None:
             weights_TK = losses.add(weights_TK, logits_TE, scores_TE, layer=self.layer)
         return weights_TK, expert_TK
+
+    def _chains(self, x_TH: Tensor, losses: RouterLosses | None) -> TritonChains | None:
+        """Return our own kernels if they compute around the experts: without gradients, of few tokens."""
+        if torch.is_grad_enabled() or losses is not None or len(x_TH) > _FEW_TOKENS:
+            return None
+        return chains_of(x_TH)
 
     def _dispatch(self, rows_RH: Tensor, expert_R: Tensor) -> Tensor:
         """Return the experts' outputs for rows sorted by expert. The rows go to the experts' ranks and back.
@@ -253,6 +280,12 @@ class RowGroups:
             counts: list[int] = np.diff(self._ends.wait(), prepend=0).tolist()
             return counts
         return self.ends_L.diff(prepend=self.ends_L.new_zeros(1)).tolist()
+
+
+def routes_by_kernel(moe: MoeConfig) -> bool:
+    """Return whether our own kernel chooses a token's experts."""
+    sizes = (moe.num_groups, moe.num_experts // moe.num_groups)
+    return moe.num_groups == 1 or all(size & (size - 1) == 0 for size in sizes)
 
 
 def _mixed(weights_TK: Tensor, y_TKH: Tensor) -> Tensor:

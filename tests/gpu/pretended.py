@@ -174,6 +174,19 @@ def _mm_to_dtype(x_TI: torch.Tensor, y_IO: torch.Tensor, dtype: torch.dtype) -> 
     return x_TI.to(dtype) @ y_IO.to(dtype)
 
 
+def _addmm_to_dtype(
+    total_OI: torch.Tensor, x_OT: torch.Tensor, y_TI: torch.Tensor, dtype: torch.dtype, *, beta: float = 1,
+    alpha: float = 1, out: torch.Tensor,
+) -> torch.Tensor:
+    """torch's product of 16-bit operands that is added to a wider sum, which CPUs lack."""
+    assert total_OI.dtype == dtype == torch.float32 and x_OT.dtype == y_TI.dtype
+    return torch.addmm(total_OI, x_OT.to(dtype), y_TI.to(dtype), beta=beta, alpha=alpha, out=out)
+
+
+_CPUS_LACK = {
+    torch.ops.aten.mm.dtype: _mm_to_dtype, torch.ops.aten.addmm.dtype_out: _addmm_to_dtype}
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
@@ -249,7 +262,7 @@ class _Dispatched(TorchDispatchMode):
         if there:
             RECORDER.operation(
                 func, args, kwargs or {}, there=self._marks.has, pinned=self._marks.is_pinned)
-        kernel = _mm_to_dtype if func is torch.ops.aten.mm.dtype else func
+        kernel = _CPUS_LACK.get(func, func)
         found = kernel(*args, **(kwargs or {}))
         if there and not between:
             self._marks.set(found, there=True)

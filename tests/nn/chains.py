@@ -3,6 +3,7 @@
 import torch
 
 from realhf.nn.mlp import ACTIVATIONS
+from realhf.nn.moe import _choose
 from realhf.nn.rope import rotate
 
 
@@ -13,11 +14,13 @@ def add_norm(self, x_TH, y_TH, *, scale, out_norm, norm):
     return total_TH, total_TH if norm is None else norm(total_TH)
 
 
-def rotate_and_store(self, qkv, *, num_kv_heads, angles, interleaved, norms, place):
+def rotate_and_store(self, qkv, *, num_kv_heads, angles, interleaved, norms, place, by_head=True):
     assert qkv.is_contiguous() and not torch.is_grad_enabled()
     q_TND, k_TKD, v_TKD = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     if norms is not None:
-        q_TND, k_TKD = (norm(x) for norm, x in zip(norms, (q_TND, k_TKD), strict=True))
+        q_TND, k_TKD = (
+            norm(x if by_head else x.flatten(1)).view_as(x)
+            for norm, x in zip(norms, (q_TND, k_TKD), strict=True))
     out = torch.cat((q_TND, k_TKD, v_TKD), dim=1)
     if angles is not None:
         out = rotate(out, angles, interleaved=interleaved, num_heads=out.shape[1] - num_kv_heads)
@@ -47,11 +50,26 @@ def gated_backward(self, grad_TF, up_TF, activation):
     return out_TF
 
 
-def route(self, logits_TE, moe):
-    weights_TK, expert_TK = logits_TE.float().softmax(-1).topk(moe.num_experts_per_token)
+def route(self, logits_TE, moe, bias, dtype):
+    wide_TE = logits_TE.float()
+    scores_TE = wide_TE.sigmoid() if moe.scores == "sigmoid" else wide_TE.softmax(-1)
+    expert_TK = _choose(scores_TE, None if bias is None else bias.float().sum(0), moe)
+    weights_TK = scores_TE.gather(1, expert_TK)
     if moe.normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-    return (weights_TK * moe.scale).to(logits_TE.dtype), expert_TK
+    return (weights_TK * moe.scale).to(dtype), expert_TK
+
+
+def group_rows(self, expert_TK, num_experts):
+    order_R = expert_TK.flatten().argsort(stable=True)
+    ends = torch.bincount(expert_TK.flatten(), minlength=num_experts + 1).cumsum(0).int()
+    return order_R // expert_TK.shape[1], order_R.argsort(), ends[:num_experts]
+
+
+def mix(self, y_RH, weights_TK, place_R):
+    y_TKH = y_RH[place_R].unflatten(0, weights_TK.shape).float()
+    weights_TK1 = weights_TK.float()[..., None]
+    return torch.where(weights_TK1 == 0, 0, weights_TK1 * y_TKH).sum(1).to(y_RH.dtype)
 
 
 def logit_statistics(self, product_TV, at_TK, head, temperature, entropy):
@@ -85,4 +103,5 @@ def _function(activation):
 
 BY_TORCH = {
     function.__name__: function for function in (
-        add_norm, rotate_and_store, angles, gated, gated_backward, route, logit_statistics, logit_gradient)}
+        add_norm, rotate_and_store, angles, gated, gated_backward, route, group_rows, mix,
+        logit_statistics, logit_gradient)}

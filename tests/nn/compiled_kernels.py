@@ -90,7 +90,16 @@ def main(dtypes):
         for activation in ("silu", "gelu", "gelu_tanh"):
             chains.gated(draw(2, 2 * 8960), activation)
             chains.gated_backward(draw(2, 8960), draw(2, 2 * 8960), activation)
-        chains.route(draw(2, 128), MoeConfig(128, 8, 768))
+        whole = tuple(Norm(config, {"n.weight": draw(n * 128)}, "n") for n in (12, 2))
+        chains.rotate_and_store(
+            draw(2, 16, 128), num_kv_heads=2, angles=angles, interleaved=False, norms=whole, place=place,
+            by_head=False)
+        chains.route(draw(2, 128), MoeConfig(128, 8, 768), None, dtype)
+        deepseek = MoeConfig(
+            256, 8, 768, scores="sigmoid", num_groups=8, num_groups_per_token=4, router_bias=True)
+        chains.route(torch.zeros(2, 256), deepseek, draw(3, 256), dtype)
+        _, place_R, _ = chains.group_rows(torch.zeros(2, 8, dtype=torch.int64), 128)
+        chains.mix(draw(16, 2048), draw(2, 8), place_R)
         of_tokens = [torch.zeros(2) for _ in range(3)]
         for softcap, of_entropy in ((None, None), (30.0, (of_tokens[0], of_tokens[1]))):
             output = Head(torch.empty(0, 0), 0, World().group((0,)), softcap=softcap)

@@ -62,6 +62,13 @@ def main():
             place=place, outputs=lambda found, _, place=place: [found, *([place.memory] if place else [])])
         if stores:
             assert memory[:, [1, 2, 3, 5, 6, 8]].count_nonzero() == 0 and memory.count_nonzero() > 0
+    for rotated, (num_kv, dim) in itertools.product((0, 8), ((2, 8), (1, 12))):
+        cos, sin = (draw(3, 1, rotated // 2, seed=i) for i in range(2))
+        norms = norm(config, 3 * dim), norm(config, num_kv * dim)
+        compare(
+            "rotate_and_store", draw(3, 3 + 2 * num_kv, dim), num_kv_heads=num_kv, by_head=False,
+            angles=(cos, sin) if rotated else None, interleaved=False, norms=norms, place=None,
+            outputs=lambda found, _: [found])
     compare("angles", torch.tensor([0, 5, 1000]), torch.logspace(0, -3, 6), 1.5, DTYPE)
     for function in ACTIVATIONS.values():
         compare("gated", draw(3, 2 * 1300), function.name, outputs=lambda found, _: [found])
@@ -70,7 +77,22 @@ def main():
             outputs=lambda found, arguments: [found, arguments[0]])
     for normalize, num in itertools.product((False, True), (1, 3)):
         moe = MoeConfig(11, num, 8, normalize=normalize, scale=1.5)
-        compare("route", draw(5, 11), moe)
+        compare("route", draw(5, 11), moe, None, DTYPE)
+        for scores, groups, terms in itertools.product(("softmax", "sigmoid"), (1, 4), (0, 3)):
+            moe = MoeConfig(
+                32, num, 8, normalize=normalize, scale=1.5, scores=scores, num_groups=groups,
+                num_groups_per_token=min(2, groups))
+            compare("route", draw(6, 32), moe, draw(terms, 32) / 4 if terms else None, DTYPE)
+    for num_experts, shape in ((7, (40, 3)), (3, (1, 2)), (5, (700, 2))):
+        generator = torch.Generator().manual_seed(num_experts)
+        expert_TK = torch.randint(0, num_experts + 1, shape, generator=generator)
+        compare("group_rows", expert_TK, num_experts)
+        token_R, place_R, _ = chains.group_rows(None, expert_TK, num_experts)
+        y_RH = draw(len(token_R), 1100)
+        y_RH[-1] = float("nan")
+        weights_TK = draw(*shape, seed=5)
+        weights_TK.view(-1)[place_R == len(token_R) - 1] = 0
+        compare("mix", y_RH, weights_TK, place_R, outputs=lambda found, _: [found])
     group = World().group((0,))
     at = torch.tensor([[0, 3], [4999, 4999], [4097, 0]])
     here = torch.tensor([[True, True], [True, True], [True, False]])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import transformers
 
 from realhf.data.batch import Packed
+from realhf.devices import half_precision
 from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.transformers import TransformersModel
@@ -19,6 +20,8 @@ from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RowGroups, grouped_linear
 from realhf.nn.vocab_parallel import Head, head_logprobs
 from tests.families import CASES, MOE_CASES
+from tests.gpu.host_traffic import host_traffic
+from tests.gpu.pretended import pretended_device
 from tests.nn.tiny import SEQ_LENS, build, hf_config, step, tokens
 from tests.samples import marked
 
@@ -221,3 +224,21 @@ def test_linear_layers_of_transformers_do_not_round():
     model.finish_grads()
     grads = model.grad_shards().items()
     assert {name for name in _rounded(grads)} == {name for name, _ in grads if "norm" in name}
+
+
+@pytest.mark.parametrize("in_product", [True, False])
+def test_a_gpu_adds_products_to_the_sum_at_once(monkeypatch, in_product):
+    """Of two micro-batches, each in one launch where torch offers that; the first one overwrites the sum."""
+    parts = [(_random(9, 24, seed=i), _random(9, 16, seed=i + 2)) for i in range(2)]
+    wanted = sum(grad.double().T @ x.double() for grad, x in parts)
+    with pretended_device() as device:
+        assert half_precision.adds_in_product(device)
+        monkeypatch.setattr(half_precision, "adds_in_product", lambda _: in_product)
+        weight = Weight(_random(24, 16).to(device), requires_grad=False)
+        weight.collect(torch.full((24, 16), torch.nan).to(device))
+        with host_traffic() as traffic:
+            for grad, x in parts:
+                weight.add_product(grad.to(device), x.to(device), scale=0.5)
+        total = weight.total.cpu()
+    assert traffic.launches == (2 if in_product else 5) and len(traffic.waits) == 4  # The operands' uploads.
+    torch.testing.assert_close(total.double(), 0.5 * wanted, rtol=1e-6, atol=1e-6)

@@ -20,8 +20,9 @@ from realhf.inference.forward_batch import PagedBackends
 from realhf.inference.kv_cache import RowPages
 from realhf.inference.page_pool import PagePool
 from realhf.models.lora import LoraConfig
+from tests.families import CASES, MOE_CASES
 from tests.gpu.host_traffic import RECORDER, host_traffic
-from tests.gpu.models import engine_of, write_model
+from tests.gpu.models import engine_of, generate, our_pass, tokens, write_model
 from tests.gpu.pretended import COLLECTIVES, DeviceWorld, pretended_device
 from tests.nn import chains
 from tests.samples import marked
@@ -53,6 +54,30 @@ def test_interpreted_kernels_draw_the_same_tokens(dtype, size, rows):
     assert len(found) == 12
     for settings, softcap, other_tokens, apart in found:
         assert other_tokens == [] and apart < 2e-6, (settings, softcap)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", marked(sorted({**CASES, **MOE_CASES}), quick=[4, 10]))
+def test_fused_layers_of_all_families_compute_the_same(tmp_path, name, dtype):
+    """Logits, gradients and tokens on the pretended device are those of the CPU, which test_families.py
+    compares with transformers."""
+    directory = write_model(tmp_path / "model", name)
+    passes = []
+    rows = []
+    with pretended_device() as device:
+        for where in (device, torch.device("cpu")):
+            passes.append(our_pass(directory, device=where, dtype=dtype))
+            prompts = list(tokens(4 * 8).split(8))
+            made = generate(engine_of(directory, device=where, dtype=dtype), prompts, max_new_tokens=16)
+            rows.append([row.tolist() for row in made["sequence_ids"].to(torch.device("cpu")).split()])
+    ours, wanted = passes
+    assert rows[0] == rows[1]
+    most = 1e-5 if dtype == "float32" else 1e-12
+    assert (ours.logits - wanted.logits).abs().max() <= most * wanted.logits.abs().max()
+    assert ours.gradients.keys() == wanted.gradients.keys()
+    for key, gradient in ours.gradients.items():
+        largest = wanted.gradients[key].abs().max()
+        assert (gradient - wanted.gradients[key]).abs().max() <= most * largest + 1e-12, key
 
 
 @pytest.mark.slow
@@ -93,9 +118,15 @@ def _launches(directory, *, world=None, layout="d1@0", lora=None, **sampling):
 def _per_layer(tmp_path, name, **settings):
     """Return the launches of a layer, and those of the rest of the pass."""
     few, many = (
-        _launches(write_model(tmp_path / str(n), name, num_hidden_layers=n), **settings) for n in (3, 5))
+        _launches(
+            write_model(tmp_path / str(n), name, num_hidden_layers=n, **CHANGES.get(name, {})), **settings)
+        for n in (3, 5))
     per_layer = (many - few) // 2
     return per_layer, few - 3 * per_layer
+
+
+CHANGES = {"deepseek-v3": {"n_routed_experts": 8, "first_k_dense_replace": 0}}
+"""Groups of experts have a power of two in real models, too, and all layers are alike here."""
 
 
 # Embedding, positions, lengths, angles, the last sum with its norm; the copies of the inputs.
@@ -106,11 +137,11 @@ LAUNCHES = [
     ("gpt2", {}, 9, 3),
     ("qwen2", {"top_p": 0.9, "top_k": 20}, 9, 4), ("qwen2", {"temperature": 0.0}, 9, 3),
     ("qwen2", {"lora": LoraConfig(rank=2, target_modules=("o_proj",))}, 11, 3),
-    ("mixtral", {}, 20, 3), ("qwen3-moe", {}, 20, 3),
+    ("olmo-2", {}, 9, 3), ("mixtral", {}, 14, 3), ("qwen3-moe", {}, 14, 3), ("deepseek-v3", {}, 36, 3),
 ]
 
 
-@pytest.mark.parametrize("name, settings, per_layer, sampling", marked(LAUNCHES, quick=[1, 5, 9]))
+@pytest.mark.parametrize("name, settings, per_layer, sampling", marked(LAUNCHES, quick=[1, 5, 8, 9, 11]))
 def test_launches_of_a_decoding_step(tmp_path, name, settings, per_layer, sampling):
     found = _per_layer(tmp_path, name, **settings)
     # Gemma scales its embedding; GPT-2 adds one of positions, and computes no angles.
