@@ -23,6 +23,7 @@ from benchmarks.measure.workloads import config_of, sequences, write_model
 from realhf.attention.choose import refuses_chains
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.data.batch import Batch, Packed
+from realhf.devices import half_precision
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
@@ -35,6 +36,7 @@ from realhf.nn.norm import Norm
 _MOST_APART = 0.05
 """The largest legal mean difference between log-probs of the generator and of a forward pass, in bfloat16."""
 _MOST_ERROR = 2e-2  # The largest legal error of attention, relative to its largest output.
+_MOST_ERROR_OF_SUMS = 1e-5  # The same of products that are added up in float32.
 _LATENT = "latent"
 """DeepSeek's attention to cached latents: one key-value head of 576 dims, of which the values are 512."""
 _KINDS: dict[str, dict[str, Any]] = {
@@ -268,6 +270,8 @@ def kernels(device: Device, found: Found) -> None:
         else:
             pairs[name] = (lambda wide=wide: wide(logits.float(), uniform)[0],) * 2
     pairs["sort"] = (lambda: nucleus_threshold(logits.float(), 0.9), partial(_by_sort, logits.float(), 0.9))
+    with found.part("weight_gradient"):
+        _weight_gradient(device, found, draw(4 * rows, 1536), draw(4 * rows, 512))
     for name, (by_kernels, by_torch) in pairs.items():
         with found.part(name), torch.inference_mode():
             made, wanted = by_kernels(), by_torch()
@@ -280,6 +284,19 @@ def kernels(device: Device, found: Found) -> None:
                 raise Failed(f"{name} differs by {apart:.3g}")
             if name not in ("add_norm", "gated") and found[name]["equal"] < 0.95:
                 raise Failed(f"{name} gives other results in {1 - found[name]['equal']:.0%} of the rows")
+
+
+def _weight_gradient(device: Device, found: Found, grad: Tensor, x: Tensor) -> None:
+    """Add the gradient of a weight twice to a float32 sum, and compare that with the same in float64."""
+    total = torch.full((grad.shape[1], x.shape[1]), torch.nan, device=device.name)
+    for is_empty in (True, False):
+        half_precision.add_product(total, grad, x, is_empty=is_empty)
+    wanted = 2 * (grad.double().T @ x.double())
+    apart = float((total - wanted).abs().max() / wanted.abs().max())
+    in_product = device.is_cuda and half_precision.adds_in_product(torch.device(device.name))
+    found.add(weight_gradient={"apart": apart, "added_by_the_product": in_product})
+    if not apart <= _MOST_ERROR_OF_SUMS:
+        raise Failed(f"the gradient of a weight differs by {apart:.3g}")
 
 
 def _by_sort(logits: Tensor, top_p: float) -> Tensor:

@@ -38,6 +38,9 @@ from realhf.inference.step_passes import StartedStep, StepPasses
 from realhf.models.kv_blocks import num_blocks
 from realhf.nn.transformer import Transformer
 
+_READ_SHARE = 16
+"""Of every so many steps, one may be computed for rows that have ended."""
+
 
 class EndedTurn(NamedTuple):
     """A turn of a sample that is `finished`, or has as many tokens as it may get now."""
@@ -266,9 +269,10 @@ class Cohort:
             return True
         if not self._windows.has_ended:  # Its steps are taken whoever ends.
             return False
-        may_begin = self._scheduler.has_queued or not self._queue.is_over
-        longest = max((int(max(step.lengths, default=0)) for step in self._unread[-1:]), default=0)
-        return may_begin or self.shares_experts or len(self._unread) >= min(MOST_STEPS, 1 + longest // 16)
+        if self._scheduler.has_queued or not self._queue.is_over or self.shares_experts:
+            return True
+        longest = max((step.lengths.max(initial=0) for step in self._unread[-1:]), default=0)
+        return len(self._unread) >= min(MOST_STEPS, 1 + int(longest) // _READ_SHARE)
 
     def _read(self, *, following: StartedStep | None) -> None:
         """Stop the rows that end with their tokens of the unread steps; the `following` step may have
@@ -279,7 +283,6 @@ class Cohort:
         if steps:
             steps[-1].download.wait()
         for number, step in enumerate(steps):
-            assert step.lengths is not None
             live = step.live_rows()
             tokens_S = step.download.arrived()
             lengths_S = step.lengths

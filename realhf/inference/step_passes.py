@@ -59,7 +59,8 @@ class StartedStep:
     at: tuple[Tensor, Tensor]  # Where the buffer keeps the tokens and log-probs.
     drawn_S: Tensor  # On the last stage: the token of each of the step's rows.
     download: Download  # The same tokens on the host.
-    lengths: NDArray[np.int64] | None = None  # The tokens of each row with those of the step, once counted.
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Once the step has been counted: how many tokens each of its rows has with that of the step."""
     ended_before: set[BufferRow] = field(default_factory=set)
     """Rows that had ended before the step, as has been found out since."""
 

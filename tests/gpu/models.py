@@ -20,7 +20,7 @@ from tests.families import CASES, MOE_CASES, SIZES
 
 VARIABLE = "REALHF_GPU_DEVICE"
 """Names where our side runs in place of `cuda`."""
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma-2", "gpt2", "mixtral", "qwen3-moe", "deepseek-v3")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma-2", "gpt2", "olmo-2", "mixtral", "qwen3-moe", "deepseek-v3")
 LENGTHS = [5, 1, 9, 9, 3, 40, 7]
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
 _MORE: dict[str, dict[str, Any]] = {

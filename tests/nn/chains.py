@@ -61,9 +61,10 @@ def route(self, logits_TE, moe, bias, dtype):
 
 
 def group_rows(self, expert_TK, num_experts):
-    order_R = expert_TK.flatten().argsort(stable=True)
-    ends = torch.bincount(expert_TK.flatten(), minlength=num_experts + 1).cumsum(0).int()
-    return order_R // expert_TK.shape[1], order_R.argsort(), ends[:num_experts]
+    expert_R, order_R = expert_TK.flatten().sort(stable=True)
+    experts = torch.arange(num_experts, device=expert_TK.device)
+    ends = torch.searchsorted(expert_R, experts, right=True, out_int32=True)
+    return order_R // expert_TK.shape[1], order_R.argsort(), ends
 
 
 def mix(self, y_RH, weights_TK, place_R):

@@ -94,8 +94,8 @@ def _split_experts(world):
             wanted_TH = layers[0](x_TH.detach())
         with host_traffic() as decoding, torch.inference_mode(), gathering(layers, 9):
             y_TH = layers[0](x_TH.detach())
-        apart = float((y_TH.cpu().float() - wanted_TH.cpu().float()).abs().max() / wanted_TH.cpu().abs().max())
-        return traffic.waits, x_TH.grad.is_cuda, decoding.waits, apart
+        apart = (y_TH.cpu().float() - wanted_TH.cpu().float()).abs().max() / wanted_TH.cpu().abs().max()
+        return traffic.waits, x_TH.grad.is_cuda, decoding.waits, float(apart)
 
 
 @pytest.mark.slow
