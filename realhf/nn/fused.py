@@ -154,8 +154,7 @@ class TritonChains:
         token_R, place_R = (expert_TK.new_empty(num_rows) for _ in range(2))
         ends = token_R.new_empty(num_experts + 1, dtype=torch.int32)
         kernels.group_rows[(num_experts + 1,)](
-            expert_TK, token_R, place_R, ends, num_rows, NUM=expert_TK.shape[1],
-            BLOCK_R=min(_power_of_two(num_rows), _ROWS_BLOCK))
+            expert_TK, token_R, place_R, ends, num_rows, NUM=expert_TK.shape[1], BLOCK_R=_ROWS_BLOCK)
         return token_R, place_R, ends[:-1]
 
     def mix(self, y_RH: Tensor, weights_TK: Tensor, place_R: Tensor) -> Tensor:

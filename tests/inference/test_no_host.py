@@ -103,12 +103,14 @@ def _expert_steps(world, directory, limits):
 
 @pytest.mark.parametrize("name", marked(["qwen3-moe", "deepseek-v3"], quick=[]))
 def test_nor_do_ranks_that_share_experts(pool, tmp_path, name):
-    """Rank 1 has fewer rows, which end long before those of rank 0; it then decodes padding."""
+    """They read once in a window. Rank 1 has fewer rows, which end long before those of rank 0; it then
+    decodes padding."""
     write_model(tmp_path / "model", name, max_position_embeddings=256)
     short = 12
     results = pool.run(_expert_steps, tmp_path / "model", [[NEW] * ROWS, [short, short]])
     for rank, steps in enumerate(results[:2]):
         assert len(steps) == NEW
+        reads = 0
         for number, (before, after) in enumerate(pairwise(steps)):
             if 5 <= number < NEW - 2:
                 waits = after[0][len(before[0]) :]
@@ -116,8 +118,10 @@ def test_nor_do_ranks_that_share_experts(pool, tmp_path, name):
                 pairs = zip(before[1:], after[1:], strict=True)
                 transfers, replays, launches, _ = (b - a for a, b in pairs)
                 is_idle = rank == 1 and number >= short
-                assert len(waits) == (not is_idle) and transfers <= 2 * (not is_idle)
+                assert len(waits) <= (not is_idle) and transfers <= 2 * (not is_idle)
                 assert replays == 1 and launches < 60
+                reads += len(waits)
+        assert reads <= (1 if rank == 1 else 3)  # One in each window.
         assert steps[-1][-1] - steps[0][-1] == 3  # 39 steps: windows of 16, 16 and 7.
 
 
