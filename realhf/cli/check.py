@@ -109,28 +109,29 @@ def device_type(cluster: Cluster | None) -> str:
 
 
 def kernels_on_cuda(program: Program) -> dict[str, list[dict[str, str]]]:
-    """Return, for each role, what will compute its work on a GPU, and why nothing else does.
-
-    Raises UserError if no installed kernel can compute a kind of layer.
-    """
+    """Return, for each role, what computes its work on a GPU with the packages of this machine, and why
+    nothing else does. Those of the cluster may differ, so that it is no fault if nothing does."""
     import torch
 
     from realhf.attention.choose import installed_for, kernel_choices
 
-    found = {}
+    installed = installed_for(torch.device("cuda", 0))
+    found: dict[str, list[dict[str, str]]] = {}
     for name, role in program.roles.items():
         generating = [call for call in program.graph.of_kind("generate") if call.role == name]
-        choices = []
+        choices = found[name] = []
         if role.engine != "native":
             what = "other calls than generate" if role.engine == "megatron" else "all calls"
             library = {"megatron": "Megatron-Core, with our attention", "transformers": "transformers"}
             choices.append({"work": what, "kernels": library[role.engine], "reason": f"engine {role.engine}"})
         if role.engine != "transformers":
             splits = any(program.plan[call.name].layout.tp > 1 for call in generating)
-            choices += [choice._asdict() for choice in kernel_choices(
-                role.config(), getattr(torch, role.weights_dtype), installed_for(torch.device("cuda", 0)),
-                generates=bool(generating), splits_logits=splits)]
-        found[name] = choices
+            try:
+                choices += [choice._asdict() for choice in kernel_choices(
+                    role.config(), getattr(torch, role.weights_dtype), installed, generates=bool(generating),
+                    splits_logits=splits)]
+            except UserError as error:
+                choices.append({"work": "attention", "kernels": "none", "reason": str(error)})
     return found
 
 

@@ -109,7 +109,7 @@ def test_all_choices_of_a_model_come_with_reasons():
     by_torch = ("torch's operations", "a CPU has no launches to save")
     assert [row[1:] for row in on_cpu] == [
         ("torch's dense kernels", "as on all CPUs"), by_torch, by_torch, ("torch's grouped_mm", "")]
-    with pytest.raises(UserError, match="no installed kernel can decode"):
+    with pytest.raises(UserError, match="no installed kernel can prefill"):
         _choices("deepseek-v3", BF16, BARE)
 
 

@@ -790,7 +790,7 @@ def test_check_counts_the_cluster(experiment, call):
     assert (code, document["ranks"]) == (0, 64)
     kernels = {role: {row["work"]: row for row in rows} for role, rows in document["kernels"].items()}
     assert "sampling" in kernels["actor"] and "sampling" not in kernels["ref"]
-    assert sum("decoding" in work for work in kernels["actor"]) == 1
+    assert any("attention" in work for work in kernels["actor"])
     words = call("check", experiment, "--cluster", "h100-8x8")[1]
     row = kernels["ref"]["norms, rotation, activations, logits"]
     reason = f" ({row['reason']})" if row["reason"] else ""
