@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.algorithms.scalerl import ScaleRL as ScaleRL
     from realhf.algorithms.scalerl import scalerl_actor as scalerl_actor
     from realhf.algorithms.sft import SFT as SFT
+    from realhf.calls import ForwardFunction as ForwardFunction
     from realhf.calls import Generate as Generate
     from realhf.calls import HostFunction as HostFunction
     from realhf.calls import Interruption as Interruption
@@ -51,11 +52,13 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.calls import SamplingConfig as SamplingConfig
     from realhf.calls import Scores as Scores
     from realhf.calls import TopLogProbs as TopLogProbs
+    from realhf.calls import TrainFunction as TrainFunction
     from realhf.calls import TrainStep as TrainStep
     from realhf.calls import Values as Values
     from realhf.cluster import Cluster as Cluster
     from realhf.data.batch import Batch as Batch
     from realhf.data.batch import Packed as Packed
+    from realhf.data.dataset import ArrayDataset as ArrayDataset
     from realhf.data.dataset import DatasetConfig as DatasetConfig
     from realhf.data.dataset import DatasetMixture as DatasetMixture
     from realhf.environments.adapters import GymnasiumText as GymnasiumText
@@ -75,6 +78,7 @@ if TYPE_CHECKING:  # For editors and type checkers. Python imports a name of _NA
     from realhf.experiment import Evaluation as Evaluation
     from realhf.experiment import Expected as Expected
     from realhf.experiment import Experiment as Experiment
+    from realhf.experiment import ModuleRole as ModuleRole
     from realhf.experiment import Role as Role
     from realhf.graph import DataflowGraph as DataflowGraph
     from realhf.graph import FunctionCall as FunctionCall
@@ -130,11 +134,11 @@ _NAMES = {
     "realhf.algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "realhf.algorithms.sft": ("SFT",),
     "realhf.calls": (
-        "Generate", "HostFunction", "Interruption", "LogProbs", "Loss", "OptimizerConfig", "SamplingConfig",
-        "Scores", "TopLogProbs", "TrainStep", "Values"),
+        "ForwardFunction", "Generate", "HostFunction", "Interruption", "LogProbs", "Loss", "OptimizerConfig",
+        "SamplingConfig", "Scores", "TopLogProbs", "TrainFunction", "TrainStep", "Values"),
     "realhf.cluster": ("Cluster",),
     "realhf.data.batch": ("Batch", "Packed"),
-    "realhf.data.dataset": ("DatasetConfig", "DatasetMixture"),
+    "realhf.data.dataset": ("ArrayDataset", "DatasetConfig", "DatasetMixture"),
     "realhf.environments.adapters": (
         "GymnasiumText", "MessageEnvironment", "OpenEnvironment", "ReasoningGymTask", "SkyRLGym", "TextArena",
         "TRLEnvironment"),
@@ -142,7 +146,7 @@ _NAMES = {
     "realhf.environments.tool_calls": ("python_tool",),
     "realhf.errors": ("UserError",),
     "realhf.execution_plan": ("CallPlan", "ExecutionPlan"),
-    "realhf.experiment": ("Evaluation", "Expected", "Experiment", "Role"),
+    "realhf.experiment": ("Evaluation", "Expected", "Experiment", "ModuleRole", "Role"),
     "realhf.graph": ("DataflowGraph", "FunctionCall"),
     "realhf.layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "realhf.models.lora": ("LoraConfig",),

@@ -624,32 +624,24 @@ class Scores(ModelWork):
     probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
 
 
-@dataclass(frozen=True)
-class TrainStep(ModelWork):
-    """Takes one optimizer step per mini-batch; the first input holds the packed sequences.
-
-    The router losses of models with experts (see `nn.moe.RouterLosses`) are averaged over layers and over the
-    mini-batch's sequences or tokens.
-    """
+class Training(Work):
+    """The base class of work that takes one optimizer step per mini-batch."""
 
     kind = "train_step"
-    loss: Loss
-    minibatches: int = 1
-    epochs: int = 1
-    temperature: float = 1.0
-    router_aux_loss_coef: float = 0.0  # Weight of the load-balancing loss.
-    router_z_loss_coef: float = 0.0
-    shuffle_minibatches: bool = False
+    minibatches: int
+    epochs: int
+    shuffle_minibatches: bool
     """Whether each epoch cuts the samples into other mini-batches, in an order that depends on `seed`; else
     all epochs have the same, in the order of the samples."""
-    seed: int = 0
+    seed: int
 
     def __post_init__(self) -> None:
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
         require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
         require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
-        object.__setattr__(self, "loss", as_loss(self.loss))
+
+    def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of a call, given their means over mini-batches and those of the first."""
+        return means
 
     @property
     def optimizer_steps(self) -> int:
@@ -662,12 +654,39 @@ class TrainStep(ModelWork):
         return 1 if self.shuffle_minibatches else self.epochs
 
     @property
-    def has_router_losses(self) -> bool:
-        return self.router_aux_loss_coef > 0 or self.router_z_loss_coef > 0
-
-    @property
     def num_minibatches(self) -> int:
         return self.minibatches
+
+
+@dataclass(frozen=True)
+class TrainStep(Training, ModelWork):
+    """Trains a language model on packed sequences, which the first input holds.
+
+    The router losses of models with experts (see `nn.moe.RouterLosses`) are averaged over layers and over the
+    mini-batch's sequences or tokens.
+    """
+
+    loss: Loss
+    minibatches: int = 1
+    epochs: int = 1
+    temperature: float = 1.0
+    router_aux_loss_coef: float = 0.0  # Weight of the load-balancing loss.
+    router_z_loss_coef: float = 0.0
+    shuffle_minibatches: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
+        object.__setattr__(self, "loss", as_loss(self.loss))
+
+    def summarize(self, means: Mapping[str, float], first: Mapping[str, float]) -> Mapping[str, float]:
+        return self.loss.summarize(means, first)
+
+    @property
+    def has_router_losses(self) -> bool:
+        return self.router_aux_loss_coef > 0 or self.router_z_loss_coef > 0
 
     @property
     def output(self) -> Output:
@@ -676,6 +695,42 @@ class TrainStep(ModelWork):
     @property
     def group_size(self) -> int:
         return self.loss.group_size
+
+
+@dataclass(frozen=True)
+class ForwardFunction(Work):
+    """Calls `function(module, batch, **modules)` without gradients, which returns columns by output key.
+
+    `module` is that of the call's ModuleRole, and `modules` are those of the roles that the call reads. A
+    column is a tensor with one entry for each row of the batch.
+    """
+
+    kind = "forward"
+    function: Any
+
+
+@dataclass(frozen=True)
+class TrainFunction(Training):
+    """Minimises the mean, over the rows of a mini-batch, of the losses that a function returns.
+
+    `function(module, batch, **modules)` returns losses, a tensor with one entry for each row, or a pair of
+    them and metrics of that form by name; `modules` are those of the roles that the call reads, whose own
+    parameters get no gradients. Metrics are logged as means over rows, too.
+    """
+
+    function: Any
+    minibatches: int = 1
+    epochs: int = 1
+    shuffle_minibatches: bool = False
+    seed: int = 0
+    weights: str | None = None  # Input key of the weights of the rows in these means; None: they are equal.
+    noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Columns of standard normal numbers that the batch gets, by key, with the shape of a row's entry. They
+    depend on the seed, the call, the optimizer step and the sample's id alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "noise", {key: tuple(shape) for key, shape in self.noise.items()})
 
 
 KEEP = "keep"
@@ -697,6 +752,8 @@ class HostFunction(Work):
     decides: bool = False
     """Whether it also returns a JSON value "decision", by which `Experiment.step` may branch (run.agree)."""
     example: Any = None  # A decision for trying out the step program without data.
+    asks: tuple[str, ...] = ()
+    """Calls of kind `forward` in the same part that the function may ask while it runs (`context.ask`)."""
     timeout_seconds: float | None = 1800.0
     """Longest time of a call; None: no limit. The limit interrupts Python code, waits and system calls."""
 
@@ -705,6 +762,9 @@ class HostFunction(Work):
             require(
                 self.timeout_seconds > 0, "HostFunction.timeout_seconds", self.timeout_seconds,
                 "be above 0, or None for no limit")
+        if isinstance(self.asks, str):
+            raise ValueError(f"HostFunction.asks is {self.asks!r}: it must be a tuple of names of calls")
+        object.__setattr__(self, "asks", tuple(self.asks))
         if self.decides and self.splittable:
             raise ValueError("a HostFunction that decides needs all samples: it cannot be splittable")
 

@@ -168,10 +168,10 @@ def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Iterable[str]
     """
     homes: dict[str, Layout] = {}
     for role in roles:
-        calls = graph.of_role(role)
+        calls = graph.using(role)
         if not calls:
             raise ValueError(f"role {role!r} has no call in the graph")
-        training = [call for call in calls if call.kind == "train_step"]
+        training = [call for call in calls if call.kind == "train_step" and call.role == role]
         layouts = {plan[call.name].layout for call in training}
         if len(layouts) > 1:
             where = " and ".join(f"{call.name} at {plan[call.name].layout}" for call in training)

@@ -1,6 +1,7 @@
 """Experiment: the roles, graph, data, evaluations and schedule that a user defines. Free of torch."""
 
 import copy
+import json
 import math
 import re
 import zlib
@@ -9,17 +10,17 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice, pairwise
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import networkx as nx
 
-from realhf.calls import OptimizerConfig, SamplingConfig, TrainStep, default_rates
+from realhf.calls import OptimizerConfig, SamplingConfig, Training, TrainStep, default_rates
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig, as_dataset
 from realhf.data.row_files import commits_of_data
 from realhf.graph import DataflowGraph
 from realhf.models.lora import LoraConfig
-from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig, ModuleConfig, TransformersConfig
 from realhf.steps.hooks import EarlyStopping, Hook
 from realhf.steps.rollout_log import RolloutLog
 from realhf.steps.sample_pool import PartExecutor
@@ -160,12 +161,18 @@ class Role:
     float32_head: bool = False
     """Whether a bfloat16 or float16 model multiplies hidden states with its head in float32, both when it
     generates and when it trains (MiniMax-M1, arXiv:2506.13585). The log-probs of the two then differ less."""
-    engine: Literal["native", "transformers", "megatron"] = "native"
+    engine: Literal["native", "transformers", "megatron", "module"] = "native"
     """`transformers` runs that library's own class of any family, in whole replicas (data parallelism).
-    `megatron` trains and computes forward passes with Megatron-Core; the native engine generates for it."""
+    `megatron` trains and computes forward passes with Megatron-Core; the native engine generates for it.
+    `module` is that of a ModuleRole."""
+
+    is_language_model: ClassVar[bool] = True
+    """Whether the model reads tokens."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.engine == "module" and self.is_language_model:
+            raise ValueError("engine is module: write ModuleRole(module=...), which names the class")
         if self.follows is not None and self.optimizer is not None:
             raise ValueError("a role that follows another cannot have an optimizer of its own")
         if self.follows is not None and self.lora is not None:
@@ -231,6 +238,49 @@ class Role:
         Two roles that never change their weights have equal ones if these fields are equal.
         """
         return (self.model, self.head, self.weights_dtype, self.random_init, self.engine)
+
+
+@dataclass(frozen=True)
+class ModuleRole(Role):
+    """A role whose model is any torch.nn.Module: `module(**arguments)` returns it, as its class does.
+
+    Every rank of a layout holds all of it. The parameters and the floating-point buffers are its state, which
+    moves between layouts, and which averages and checkpoints hold. Roles with the same module, arguments,
+    `draw` and dtype begin with equal weights.
+    """
+
+    model: str = ""  # Directory of an export whose weights the role starts with; empty: the module's own.
+    engine: Literal["native", "transformers", "megatron", "module"] = "module"
+    module: Callable[..., Any] | None = None  # A class or function of a module, or of the experiment's file.
+    arguments: dict[str, Any] = field(default_factory=dict)  # JSON values.
+    draw: int = 0  # Another number draws other initial weights.
+
+    is_language_model: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.module is None:
+            raise ValueError("module is not given: it must be a class or function that returns a torch.nn.Module")
+        require(self.engine == "module", "engine", self.engine, "be module, as the role has a module")
+        require(self.lora is None, "lora", self.lora, "be None: adapters of a module are layers of its own")
+        legal = ("float32", "float64")
+        require(self.dtype in (None, *legal), "dtype", self.dtype, f"be {' or '.join(legal)} for a module")
+        if self.optimizer is not None and self.optimizer.lr is None:
+            raise ValueError("optimizer.lr is not given: a module has no usual learning rate")
+        object.__setattr__(self, "random_init", not self.model)
+        self.config()
+
+    def config(self) -> ModuleConfig:
+        assert self.module is not None
+        return ModuleConfig.of(self.module, self.arguments, draw=self.draw)
+
+    @property
+    def weights_dtype(self) -> Dtype:
+        return self.dtype or "float32"
+
+    @property
+    def weights_source(self) -> tuple[str | bool, ...]:
+        return (*super().weights_source, json.dumps(self.config().to_hf()))
 
 
 @dataclass(frozen=True)
@@ -454,13 +504,18 @@ class Experiment:
         raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: legal are {legal}")
 
     def tokenizer_dir(self) -> str:
-        """Return the directory of the tokenizer; one of the hub is downloaded if it is not in the cache."""
-        return str(find_model(self.tokenizer or next(iter(self.roles().values())).model))
+        """Return the directory of the tokenizer; one of the hub is downloaded if it is not in the cache.
+
+        It is empty if there is none, as no role is a language model.
+        """
+        named = [self.tokenizer, *(role.model for role in self.roles().values() if role.is_language_model)]
+        first = next((name for name in named if name is not None), None)
+        return "" if first is None else str(find_model(first))
 
     def hub_names(self) -> dict[str, str]:
         """Return field -> its value, for the fields that name models, adapters and the tokenizer."""
         roles = self.roles()
-        names = {f"{name}.model": role.model for name, role in roles.items()}
+        names = {f"{name}.model": role.model for name, role in roles.items() if role.is_language_model}
         names |= {f"{name}.lora.adapter": role.lora.adapter for name, role in roles.items()
                   if role.lora is not None and role.lora.adapter is not None}
         return names | ({"tokenizer": self.tokenizer} if self.tokenizer is not None else {})
@@ -511,7 +566,7 @@ def resolved_roles(
     """
     resolved = {}
     for name, role in roles.items():
-        trains = graph.works(TrainStep, role=name)
+        trains = graph.works(Training, role=name)
         optimizer = role.optimizer
         if optimizer is not None:
             num_steps = experiment.steps * sum(work.optimizer_steps for work in trains)
@@ -521,11 +576,12 @@ def resolved_roles(
 
 
 def _resolved(
-    optimizer: OptimizerConfig, role: Role, trains: Sequence[TrainStep], *, num_steps: int
+    optimizer: OptimizerConfig, role: Role, trains: Sequence[Training], *, num_steps: int
 ) -> OptimizerConfig:
     """Return the settings of a role that takes `num_steps` optimizer steps in the whole run."""
     if optimizer.lr is None:
-        rates = default_rates(trains[0].loss if trains else None)
+        losses = [work.loss for work in trains if isinstance(work, TrainStep)]
+        rates = default_rates(losses[0] if losses else None)
         optimizer = replace(optimizer, lr=rates.full if role.lora is None else rates.lora)
     needs_total = optimizer.schedule != "constant" or optimizer.warmup_ratio > 0
     if needs_total and optimizer.total_steps == 0:

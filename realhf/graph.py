@@ -9,8 +9,8 @@ import networkx as nx
 
 KINDS = {
     "generate": "Generate",
-    "forward": "LogProbs, TopLogProbs, Values or Scores",
-    "train_step": "TrainStep",
+    "forward": "LogProbs, TopLogProbs, Values or Scores, or for a ModuleRole ForwardFunction",
+    "train_step": "TrainStep, or for a ModuleRole TrainFunction",
     "host": "HostFunction",
 }
 """Kinds of calls, and the classes of `realhf.calls` that describe the work of each."""
@@ -46,6 +46,8 @@ class FunctionCall:
     outputs: tuple[str, ...] = ()
     role: str | None = None
     work: Work | None = None
+    reads: tuple[str, ...] = ()
+    """Other roles, whose weights the call reads, too, in its own layout."""
 
     def __post_init__(self) -> None:
         if not self.kind and isinstance(self.work, Work):
@@ -57,14 +59,23 @@ class FunctionCall:
             raise ValueError(f"call {self.name!r} {need}: kind is {self.kind!r} and role is {self.role!r}")
         if self.work is not None:
             self.require_work()
-        for field in ("inputs", "outputs"):
+        for field in ("inputs", "outputs", "reads"):
             if isinstance(getattr(self, field), str):
-                raise ValueError(f"call {self.name!r}: {field} must be a tuple of key names, not a string")
+                raise ValueError(f"call {self.name!r}: {field} must be a tuple of names, not a string")
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for key in self.outputs:
             if key in self.inputs:
                 raise ValueError(
                     f"call {self.name!r} both reads and writes the key {key!r}: rename its output")
+        if self.reads and self.role is None:
+            raise ValueError(f"call {self.name!r} reads the roles {', '.join(self.reads)}, and has no role itself")
+        if self.role in self.reads:
+            raise ValueError(f"call {self.name!r} is of role {self.role!r}: reads must name other roles")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles whose weights the call needs: its own and those that it reads."""
+        return () if self.role is None else (self.role, *self.reads)
 
     def require_work(self) -> Work:
         """Return the call's work. Raises ValueError unless there is one, and of the call's kind."""
@@ -144,6 +155,10 @@ class DataflowGraph:
 
     def of_role(self, role: str) -> tuple[FunctionCall, ...]:
         return tuple(call for call in self.order if call.role == role)
+
+    def using(self, role: str) -> tuple[FunctionCall, ...]:
+        """Return the calls that need the weights of a role, in topological order: its own come first."""
+        return (*self.of_role(role), *(call for call in self.order if role in call.reads))
 
     def of_kind(self, kind: str) -> tuple[FunctionCall, ...]:
         return tuple(call for call in self.calls if call.kind == kind)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from realhf.calls import Generate, TrainStep, learning_rate
+from realhf.calls import Generate, Training, learning_rate
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.plan import this_machine
@@ -236,7 +236,7 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
         "minibatches": minibatches,
         "samples_per_minibatch": [min(sizes), max(sizes)],
         "samples_per_rank": [units[0] // dp * together, -(-units[1] // dp) * together]}
-    if isinstance(work, TrainStep):
+    if isinstance(work, Training):
         per_step = work.optimizer_steps
         counts |= {"epochs": work.epochs, "optimizer_steps_per_step": per_step}
         counts["optimizer_steps"] = per_step * experiment.steps
@@ -258,7 +258,7 @@ def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
     counts |= _memory(program, name, role)
     if role.optimizer is None:
         return counts
-    trains = program.graph.works(TrainStep, role=name)
+    trains = program.graph.works(Training, role=name)
     count = program.experiment.steps * sum(work.optimizer_steps for work in trains)
     last = max(0, count - 1)
     edge_steps = {0, min(last, max(0, role.optimizer.warmup_steps - 1))}

@@ -15,6 +15,7 @@ from realhf.algorithms.advantages import SampleAdvantages
 from realhf.calls import Generate, HostFunction, TrainStep, TurnSettings, is_own
 from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer, unknown_token_id
+from realhf.data.rows import count_rows
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
 from realhf.environments.rollout_rewards import rewards_by_name
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory, play
@@ -123,6 +124,8 @@ def _printable(text: str) -> str:
 def try_out(program: Program) -> Trial:
     """Read rows and call reward functions as a run would. Raises ValueError if that would end every run."""
     directory = program.experiment.tokenizer_dir()
+    if not directory:
+        return Trial(warnings_of(program, None, {}), count_rows(program.experiment.dataset))
     if not (Path(directory) / "tokenizer.json").exists():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
         return Trial([*warnings_of(program, None, {}), untried])

@@ -146,6 +146,11 @@ class Batch:
         return cls(metadata["ids"], fields | metadata["lists"])
 
 
+def num_tokens_of(column: Any) -> int:
+    """Return the tokens of a column, or its entries if these are no sequences."""
+    return sum(column.lengths) if isinstance(column, Packed) else len(column)
+
+
 def _select(column: Any, indices: Sequence[int]) -> Any:
     if isinstance(column, Packed):
         return column.select(indices)

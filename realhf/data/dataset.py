@@ -3,9 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from realhf.data.memory_rows import names_files, shown_path, write_rows
+from safetensors import SafetensorError, safe_open
+
+from realhf.data.memory_rows import names_files, shown_path, write_arrays, write_rows
 from realhf.data.order import block_counts
 from realhf.user_input.field_types import check_types, require
 
@@ -124,6 +127,55 @@ class DatasetConfig:
     def parts(self) -> "tuple[DatasetConfig, ...]":
         """The data sets that this consists of: itself, or those of a mixture."""
         return (self,)
+
+
+@dataclass(frozen=True)
+class ArrayDataset(DatasetConfig):
+    """Rows of numbers: a safetensors file with a tensor for each column, whose first dim counts rows.
+
+    The key of a column in a graph is its name; a batch has a tensor of some of its rows. In Python, `path` may
+    also be a dict of arrays. Without a path there are `num_rows` rows with their numbers alone, the key
+    `dataset_row`: enough for calls that make all they need, such as environments.
+    """
+
+    num_rows: int = 0  # Number of the rows without columns; 0: there is a path.
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, Mapping):
+            object.__setattr__(self, "path", write_arrays(self.path))
+        super().__post_init__()
+        require(isinstance(self.path, str), "path", self.path, "be one file")
+        require(
+            (self.num_rows > 0) == (not self.path), "num_rows", self.num_rows,
+            "be above 0 without a path, and be left out with one")
+
+    def columns(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the columns. Raises ValueError if the file cannot be read as such a file."""
+        if not self.path:
+            return {}
+        if not Path(str(self.path)).is_file():
+            raise ValueError(f"dataset: there is no file {self.path}")
+        try:
+            with safe_open(self.path, framework="numpy") as file:
+                shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"dataset {self.path} is no safetensors file: {error}") from error
+        sizes = {shape[:1] for shape in shapes.values()}
+        if len(sizes) != 1 or () in sizes or (0,) in sizes:
+            raise ValueError(f"dataset {self.path}: all tensors must have the same number of rows, at least 1")
+        return shapes
+
+    def count(self) -> int:
+        """Return the number of rows."""
+        return self.num_rows or next(iter(self.columns().values()))[0]
+
+    def check_keys(self, keys: Sequence[str]) -> None:
+        """Raise ValueError unless there is a column for each key of a graph."""
+        legal = (*self.columns(), DATASET_ROW)
+        if missing := [key for key in keys if key not in legal]:
+            raise ValueError(
+                f"dataset {self.path or 'of numbered rows'} has no column {missing[0]!r}, which the graph reads: "
+                f"its columns are {', '.join(legal)}")
 
 
 @dataclass(frozen=True)

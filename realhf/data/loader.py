@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 
 from realhf.data.batch import Batch, Packed
-from realhf.data.dataset import START_IDS, DatasetConfig, DatasetMixture, reads_pairs
+from realhf.data.dataset import (
+    DATASET_ROW,
+    START_IDS,
+    ArrayDataset,
+    DatasetConfig,
+    DatasetMixture,
+    reads_pairs,
+)
 from realhf.data.light_tokenizer import LightTokenizer, panics_as_errors
 from realhf.data.order import (
     NoRowError,
@@ -174,11 +183,87 @@ class MixedLoader(MixedRows):
             loader.restore([state])
 
 
+class ArrayLoader:
+    """The rows of an ArrayDataset, as batches whose columns are tensors."""
+
+    parts: tuple[TokenizedRows, ...] = ()
+    """It has no tokenised rows."""
+
+    def __init__(self, config: ArrayDataset, *, keys: Sequence[str], group_size: int, seed: int) -> None:
+        config.check_keys(keys)
+        self.config = config
+        self._group_size = group_size
+        self._seed = seed
+        self._num_rows = config.count()
+        self._columns: dict[str, torch.Tensor] = {}
+        if config.path:
+            with safe_open(str(config.path), framework="pt") as file:
+                self._columns = {key: file.get_tensor(key) for key in keys if key != DATASET_ROW}
+        if DATASET_ROW in keys:
+            self._columns[DATASET_ROW] = torch.arange(self._num_rows)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def has(self, index: int) -> bool:
+        return True
+
+    @property
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """The sizes and check sums of the file, by which a resumed run notices other rows."""
+        if not self.config.path:
+            return []
+        data = Path(str(self.config.path)).read_bytes()
+        return [{
+            "file": str(self.config.path), "rows": self._num_rows, "bytes": len(data), "crc32": zlib.crc32(data)}]
+
+    def batch(self, prompts: Sequence[int]) -> Batch:
+        """Return the rows of these prompts of the run, by number, each `group_size` times."""
+        rows: list[int] = []
+        for first, count in _runs(prompts):
+            rows += row_order(
+                self._num_rows, start=first, count=count, seed=self._seed, shuffle=self.config.shuffle,
+                replacement=self.config.replacement)
+        return self._batch(prompts, rows)
+
+    def batch_of_rows(self, indices: Sequence[int]) -> Batch:
+        """Return these rows as prompts with the numbers of the rows, each `group_size` times."""
+        return self._batch(indices, indices)
+
+    def _batch(self, prompts: Sequence[int], rows: Sequence[int]) -> Batch:
+        index = torch.tensor(rows, dtype=torch.long).repeat_interleave(self._group_size)
+        return Batch(
+            samples_of(prompts, self._group_size), {key: column[index] for key, column in self._columns.items()})
+
+    def state(self, prompts: Collection[int], *, next_prompt: int) -> list[dict[str, Any] | None]:
+        """Return no state, as the order of the rows follows from their numbers."""
+        return []
+
+    def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Do nothing, as there is no state."""
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first number and the length of each run of consecutive numbers."""
+    start = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield numbers[start], i - start
+            start = i
+
+
+AnyLoader = Loader | MixedLoader | ArrayLoader
+
+
 def make_loader(
     config: DatasetConfig,
-    *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
+    *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, group_size: int, seed: int,
     row_faults: Sequence[RowFault] = (),
-) -> Loader | MixedLoader:
+) -> AnyLoader:
+    if isinstance(config, ArrayDataset):
+        return ArrayLoader(config, keys=keys, group_size=group_size, seed=seed)
+    if tokenizer is None:
+        raise UserError("dataset has texts, and there is no tokenizer: set `tokenizer`, or use an ArrayDataset")
     if isinstance(config, DatasetMixture):
         return MixedLoader(
             config, keys=keys, tokenizer=tokenizer, group_size=group_size, seed=seed, row_faults=row_faults)

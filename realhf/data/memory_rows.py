@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
+
 from realhf.user_input.files import open_regular
 
 _NAME = "rows-"
-_FILE = re.compile(rf"{_NAME}[0-9a-f]{{20}}(?:-(\w+))?\.(?:jsonl|parquet)")
+_FILE = re.compile(rf"{_NAME}[0-9a-f]{{20}}(?:-(\w+))?\.(?:jsonl|parquet|safetensors)")
 _LEGAL = (
     "a file, a pattern, a hub name, several of these, or rows: dicts in a list or a generator, a function "
     "that returns them, a frame of pandas or polars, a table of pyarrow or a datasets.Dataset")
@@ -51,6 +53,30 @@ def shown_path(path: str) -> str:
     if (of_memory := _FILE.fullmatch(Path(path).name)) is None:
         return path
     return f"(a {of_memory[1]})" if of_memory[1] else "(rows in memory)"
+
+
+def write_arrays(arrays: Mapping[str, Any]) -> str:
+    """Write arrays or tensors by column to a safetensors file, and return its path. Raises ValueError if they
+    are no numbers, or have different numbers of rows."""
+    columns = {}
+    for key, values in arrays.items():
+        array = np.ascontiguousarray(getattr(values, "numpy", lambda given=values: given)())
+        if array.dtype.kind not in "biuf" or not array.ndim:
+            raise ValueError(f"path has the column {key!r} of type {array.dtype}: it must be an array of numbers")
+        columns[key] = array
+    sizes = {key: len(array) for key, array in columns.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"path has columns of different lengths, {sizes}: each must have one entry for each row")
+    data = import_module("safetensors.numpy").save(columns)
+    directory = datasets_cache() / "realhf"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{_NAME}{hashlib.sha256(data).hexdigest()[:20]}-arrays.safetensors"
+    if not path.exists():
+        handle, name = tempfile.mkstemp(prefix=f".{_NAME}", dir=directory)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    return str(path)
 
 
 def write_rows(rows: Any, *, most: int) -> str:

@@ -14,6 +14,7 @@ from realhf.data.conversations import IS_WHOLE, conversation_fault, find_convers
 from realhf.data.dataset import (
     SOURCE,
     START_IDS,
+    ArrayDataset,
     DatasetConfig,
     completion_columns,
     dataset_name,
@@ -317,6 +318,8 @@ def count_rows(config: DatasetConfig) -> int:
 
     Those that a map function leaves out do not count, unless the files are so large that they are not read.
     """
+    if isinstance(config, ArrayDataset):
+        return config.count()
     total = 0
     for part in config.parts:
         rows = DatasetRows(part)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from realhf.calls import (
     Output,
     Scores,
     TopLogProbs,
+    Training,
     TrainStep,
     is_own,
 )
@@ -56,6 +58,8 @@ class CallResult:
     unfinished: Batch = field(default_factory=lambda: Batch([]))
 
 
+NOTHING_BESIDE: Mapping[str, Engine] = MappingProxyType({})
+"""The engines beside that of a call that reads no other role."""
 Outputs = dict[str, torch.Tensor]
 
 
@@ -102,29 +106,6 @@ class Engine(ABC):
         self._adapters = adapters
         self._trained = parameters if adapters is None else adapters
         self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
-        self._own_losses: dict[str, OwnLoss] = {}
-        """The losses of calls that users have written, each with the checks of its results."""
-
-    @abstractmethod
-    def _micro_batches(
-        self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
-    ) -> list[list[int]]:
-        """Return the indices of the samples of each micro-batch, in which groups (see `groups_of`) are
-        adjacent."""
-
-    @abstractmethod
-    def _run_passes(
-        self, micro_batches: list[Batch], settings: PassSettings, report: Report
-    ) -> list[Outputs]:
-        """Run micro-batches through the stages; if autograd is on, run backward passes and sum gradients.
-
-        Return, on the last stage, the outputs of each micro-batch, or with `settings.loss` its value and
-        metrics for each part of the samples (see `chunked_loss.run_head`).
-        """
-
-    def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
-        """Return the object that collects the router losses of a mini-batch; None if the model has none."""
-        return None
 
     @property
     def flat(self) -> torch.Tensor:
@@ -205,8 +186,104 @@ class Engine(ABC):
         """The bytes that generations leave for later ones, by part: caches, and merged weights (LoRA)."""
         return {}
 
+    @abstractmethod
     def forward(
-        self, call: FunctionCall, batch: Batch, *, micro_batch_tokens: int, report: Report = no_report
+        self, call: FunctionCall, batch: Batch, *, micro_batch_tokens: int, report: Report = no_report,
+        beside: Mapping[str, Engine] = NOTHING_BESIDE,
+    ) -> Batch:
+        """Run a forward call on this rank's share of the samples; return its output columns.
+
+        `beside` are the engines of the roles that the call reads.
+        """
+
+    def train(
+        self, call: FunctionCall, minibatches: Sequence[Batch],
+        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
+        beside: Mapping[str, Engine] = NOTHING_BESIDE,
+    ) -> Metrics:
+        """Train on this rank's share of each mini-batch in turn; return the call's metrics.
+
+        With `shuffle_minibatches`, the mini-batches of all epochs follow each other. `beside` are the engines
+        of the roles that the call reads.
+
+        With `recompute`, only every layer's input is kept for the backward pass. After training on several
+        replicas without `gather`, only `optimizer_shards` are up to date. A mini-batch without samples, all
+        of which filters have dropped, changes nothing, nor does one of failed rewards alone.
+        """
+        work = call.work_as(Training)
+        assert self._optimizer is not None, f"call {call.name} trains a frozen model"
+        batches = [batch.to(self.groups.world.device) for batch in minibatches] * work.repeats
+        self._trained.hold_grads()  # All at once, before activations could split the memory.
+        self._trained.requires_grad_(True)
+        history = []
+        num_empty = 0
+        for number, batch in enumerate(batches, start=1):
+            prefix = f"mini-batch {number} of {len(batches)}, "
+            metrics = self._compute_grads(
+                call, batch, max_tokens=micro_batch_tokens, recompute=recompute,
+                report=prefixed(report, prefix), beside=beside)
+            if metrics is None:
+                num_empty += 1
+                continue
+            report(f"{prefix}optimizer step")
+            is_last = number == len(batches)
+            update = self._optimizer.step(gather=gather or not is_last)
+            history.append(update if update["skipped_updates"] else metrics | update)
+        self._trained.requires_grad_(False)
+        taken = [metrics for metrics in history if not metrics["skipped_updates"]]
+        means = {
+            name: x if name.endswith("/max") else x / len(taken) for name, x in sum_metrics(taken).items()}
+        means["skipped_updates"] = float(len(history) - len(taken))
+        if num_empty:
+            means["empty_updates"] = float(num_empty)
+        return dict(work.summarize(means, history[0] if history else {}))
+
+    @abstractmethod
+    def _compute_grads(
+        self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report,
+        beside: Mapping[str, Engine],
+    ) -> Metrics | None:
+        """Compute the gradients of a mini-batch; return its loss and metrics on the last stage.
+
+        Return None, on all ranks, if it has nothing to learn.
+        """
+
+
+class SequenceEngine(Engine):
+    """An engine of a language model, through which packed sequences pass in micro-batches."""
+
+    def __init__(
+        self, parameters: ShardedParameters, *, adapters: ShardedParameters | None = None,
+        optimizer: OptimizerConfig | None,
+    ) -> None:
+        super().__init__(parameters, adapters=adapters, optimizer=optimizer)
+        self._own_losses: dict[str, OwnLoss] = {}
+        """The losses of calls that users have written, each with the checks of its results."""
+
+    @abstractmethod
+    def _micro_batches(
+        self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[list[int]]:
+        """Return the indices of the samples of each micro-batch, in which groups (see `groups_of`) are
+        adjacent."""
+
+    @abstractmethod
+    def _run_passes(
+        self, micro_batches: list[Batch], settings: PassSettings, report: Report
+    ) -> list[Outputs]:
+        """Run micro-batches through the stages; if autograd is on, run backward passes and sum gradients.
+
+        Return, on the last stage, the outputs of each micro-batch, or with `settings.loss` its value and
+        metrics for each part of the samples (see `chunked_loss.run_head`).
+        """
+
+    def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
+        """Return the object that collects the router losses of a mini-batch; None if the model has none."""
+        return None
+
+    def forward(
+        self, call: FunctionCall, batch: Batch, *, micro_batch_tokens: int, report: Report = no_report,
+        beside: Mapping[str, Engine] = NOTHING_BESIDE,
     ) -> Batch:
         """Run a forward call on this rank's share of the samples; return its output columns.
 
@@ -241,48 +318,9 @@ class Engine(ABC):
             require_numbers(outputs_on_host, key, rank=self.groups.rank)
         return outputs_on_host
 
-    def train(
-        self, call: FunctionCall, minibatches: Sequence[Batch],
-        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
-    ) -> Metrics:
-        """Train on this rank's share of each mini-batch in turn; return the call's metrics.
-
-        With `shuffle_minibatches`, the mini-batches of all epochs follow each other.
-
-        With `recompute`, only every layer's input is kept for the backward pass. After training on several
-        replicas without `gather`, only `optimizer_shards` are up to date. A mini-batch without samples, all
-        of which filters have dropped, changes nothing, nor does one of failed rewards alone.
-        """
-        work = call.work_as(TrainStep)
-        assert self._optimizer is not None, f"call {call.name} trains a frozen model"
-        batches = [batch.to(self.groups.world.device) for batch in minibatches] * work.repeats
-        self._trained.hold_grads()  # All at once, before activations could split the memory.
-        self._trained.requires_grad_(True)
-        history = []
-        num_empty = 0
-        for number, batch in enumerate(batches, start=1):
-            prefix = f"mini-batch {number} of {len(batches)}, "
-            metrics = self._compute_grads(
-                call, batch, max_tokens=micro_batch_tokens, recompute=recompute,
-                report=prefixed(report, prefix))
-            if metrics is None:
-                num_empty += 1
-                continue
-            report(f"{prefix}optimizer step")
-            is_last = number == len(batches)
-            update = self._optimizer.step(gather=gather or not is_last)
-            history.append(update if update["skipped_updates"] else metrics | update)
-        self._trained.requires_grad_(False)
-        taken = [metrics for metrics in history if not metrics["skipped_updates"]]
-        means = {
-            name: x if name.endswith("/max") else x / len(taken) for name, x in _sum_dicts(taken).items()}
-        means["skipped_updates"] = float(len(history) - len(taken))
-        if num_empty:
-            means["empty_updates"] = float(num_empty)
-        return dict(work.loss.summarize(means, history[0] if history else {}))
-
     def _compute_grads(
-        self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report
+        self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report,
+        beside: Mapping[str, Engine],
     ) -> Metrics | None:
         """Compute the gradients of a mini-batch; return its loss and metrics on the last stage.
 
@@ -294,7 +332,7 @@ class Engine(ABC):
         key = call.inputs[0]
         weights = loss.totals(batch) or {"samples": len(batch)}
         counts = {"samples": len(batch), "routed_tokens": len(batch[key].values), **weights}
-        totals = _sum_dicts(control.all_gather_json(counts))
+        totals = sum_metrics(control.all_gather_json(counts))
         if not totals["samples"] or not any(totals[name] for name in weights):
             return None
         routers = self._routers(work, totals)
@@ -307,8 +345,8 @@ class Engine(ABC):
         router_metrics = {} if routers is None else routers.metrics()
         if not self.groups.is_last_stage:
             return {}
-        local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in parts])
-        return _sum_dicts(control.all_gather_json(local | router_metrics))
+        local = sum_metrics([{name: value.item() for name, value in part.items()} for part in parts])
+        return sum_metrics(control.all_gather_json(local | router_metrics))
 
     def _loss_of(self, call: FunctionCall) -> Loss:
         """Return the loss of a call; a user's own is checked, and one rank tells its faults."""
@@ -325,7 +363,7 @@ class Engine(ABC):
         return self._own_losses[call.name]
 
 
-class GeneratingEngine(Engine):
+class GeneratingEngine(SequenceEngine):
     """An engine that also generates, and may keep caches of keys and values between rounds."""
 
     last_cache_bytes = 0
@@ -438,7 +476,7 @@ def _held_bytes(tensor: torch.Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def _sum_dicts(parts: Sequence[Metrics]) -> Metrics:
+def sum_metrics(parts: Sequence[Metrics]) -> Metrics:
     """Return the sums of metrics by name; the maxima of those whose names end with "/max"."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {

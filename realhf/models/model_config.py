@@ -5,7 +5,7 @@ engine lacks. This module imports neither library.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -517,6 +517,46 @@ class TransformersConfig(ModelConfig):
             raise ValueError(
                 f"layout {layout}: the transformers engine has whole replicas only, "
                 f"as in d{len(layout.ranks)}@{layout.mesh}; use engine native for other layouts")
+
+
+@dataclass(frozen=True)
+class ModuleConfig(ModelConfig):
+    """The config of a role whose model is any module: how it is made, in the place of a decoder's sizes."""
+
+    module: Callable[..., Any] = field(default=dict, compare=False, repr=False)
+    name: str = ""  # The module's qualified name.
+    arguments: str = "{}"  # As JSON.
+    draw: int = 0
+
+    @classmethod
+    def of(cls, module: Callable[..., Any], arguments: Mapping[str, Any], *, draw: int = 0) -> "ModuleConfig":
+        """Return the config. Raises ValueError unless the module can be called and the arguments are JSON."""
+        if not callable(module):
+            raise ValueError(f"module is {shown(module)}: it must be a class or function that returns a module")
+        try:
+            given = json.dumps(dict(arguments), sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"arguments must be JSON values by name: {error}") from error
+        name = f"{module.__module__}.{getattr(module, '__qualname__', type(module).__name__)}"
+        sizes = dict.fromkeys(
+            ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+             "head_dim"), 1)
+        return cls("module", **sizes, module=module, name=name, arguments=given, draw=draw)
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"module": self.name, "arguments": json.loads(self.arguments), "draw": self.draw}
+
+    @property
+    def describes(self) -> Family:
+        return Family(self.family)
+
+    def check_layout(self, layout: Layout) -> None:
+        if layout.strategy.num_ranks != layout.dp or layout.ep > 1:
+            raise ValueError(
+                f"layout {layout}: a module is in whole replicas only, as in d{len(layout.ranks)}@{layout.mesh}")
+
+    def check_generation_layout(self, layout: Layout) -> None:
+        raise ValueError("a module does not generate tokens: ask it in a forward call (HostFunction.asks)")
 
 
 def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:

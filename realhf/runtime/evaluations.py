@@ -15,7 +15,7 @@ from math import comb, fsum, isnan
 from pathlib import Path
 from typing import Any
 
-from realhf.data.loader import Loader
+from realhf.data.loader import AnyLoader, ArrayLoader, make_loader
 from realhf.distributed import tags
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
@@ -189,14 +189,15 @@ class HeldOutRows:
 
 def _make_loader(
     program: Program, world: World, context: HostContext, eval_set: EvaluationProgram
-) -> Loader | None:
+) -> AnyLoader | None:
     if world.rank != 0 and world.rank not in dataset_layout(eval_set.graph, eval_set.plan):
         return None
-    loader = Loader(
-        eval_set.evaluation.dataset, keys=eval_set.graph.inputs, tokenizer=context.tokenizer,
+    loader = make_loader(
+        eval_set.evaluation.dataset, keys=eval_set.graph.inputs, tokenizer=context.any_tokenizer,
         group_size=eval_set.group_size, seed=program.experiment.seed,
         row_faults=row_faults_of(eval_set.graph))
-    check_lengths(program.roles, eval_set.graph, loader)
+    if not isinstance(loader, ArrayLoader):
+        check_lengths(program.roles, eval_set.graph, loader)
     return loader
 
 
@@ -357,8 +358,9 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
     context = HostContext(experiment.tokenizer_dir())
     rows = HeldOutRows(program, world, context)
     if world.rank == 0:
-        largest = max(context.tokenizer.get_vocab().values())
-        check_vocabulary(program.roles, largest, tokenizer=context.tokenizer_dir)
+        if (tokenizer := context.any_tokenizer) is not None:
+            largest = max(tokenizer.get_vocab().values())
+            check_vocabulary(program.roles, largest, tokenizer=context.tokenizer_dir)
         for sentence in warnings_of(program, None, rows.loaders):
             warn(sentence)
     evaluations = Evaluations(program, RankState(world, ModelStore(world, program), context), rows)

@@ -194,8 +194,8 @@ def _values(program: Program) -> Iterator[tuple[str, float]]:
         if role.optimizer is not None and role.optimizer.lr is not None:
             yield f"{name}.lr", role.optimizer.lr
     for call in program.graph.calls:
-        if call.kind == "train_step":
-            for field, value in _coefficients(call.work_as(TrainStep).loss).items():
+        if isinstance(call.work, TrainStep):
+            for field, value in _coefficients(call.work.loss).items():
                 yield f"{call.name}.{field}", value
 
 

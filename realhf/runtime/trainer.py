@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from realhf.calls import Generate
 from realhf.checkpoint.hf import Beside
-from realhf.data.loader import Loader, MixedLoader, make_loader
+from realhf.data.loader import AnyLoader, ArrayLoader, make_loader
 from realhf.devices.half_precision import needs_float32
 from realhf.distributed import tags
 from realhf.distributed.group import Outbox, PeerError
@@ -136,8 +136,9 @@ class RunData:
         self.context = HostContext(program.experiment.tokenizer_dir())
         is_main = world.rank == 0
         if is_main:
-            largest = max(self.context.tokenizer.get_vocab().values())
-            check_vocabulary(program.roles, largest, tokenizer=self.context.tokenizer_dir)
+            if (tokenizer := self.context.any_tokenizer) is not None:
+                largest = max(tokenizer.get_vocab().values())
+                check_vocabulary(program.roles, largest, tokenizer=self.context.tokenizer_dir)
         self.is_reader = world.rank in dataset_layout(program.graph, program.plan)
         """Whether this rank reads the dataset."""
         shown = DATASET_KEYS if logs_rollouts else ()
@@ -149,22 +150,25 @@ class RunData:
         self.sources = sources_of(program) if is_main else {}
         """The fingerprints of code and models, on rank 0."""
 
-    def _make_loader(self, shown: Sequence[str]) -> Loader | MixedLoader:
+    def _make_loader(self, shown: Sequence[str]) -> AnyLoader:
         """Return the dataset's loader, whose batches have the inputs of the graph and what is `shown`."""
         program = self._program
         experiment = program.experiment
         loader = make_loader(
             experiment.dataset, keys=tuple(dict.fromkeys((*program.graph.inputs, *shown))),
-            tokenizer=self.context.tokenizer, group_size=experiment.group_size, seed=experiment.seed,
+            tokenizer=self.context.any_tokenizer, group_size=experiment.group_size, seed=experiment.seed,
             row_faults=row_faults_of(program.graph))
-        check_lengths(program.roles, program.graph, loader)
+        if not isinstance(loader, ArrayLoader):
+            check_lengths(program.roles, program.graph, loader)
         return loader
 
     def _fingerprints(self) -> dict[str, list[dict[str, Any]]]:
         loaders = {"dataset": self.loader}
         loaders |= {eval_set.field: self.held_out.loaders[eval_set.name]
                     for eval_set in self._program.evaluations}
-        return {
+        of_arrays = {
+            name: loader.fingerprints for name, loader in loaders.items() if isinstance(loader, ArrayLoader)}
+        return of_arrays | {
             where: part.fingerprints
             for name, loader in loaders.items() for where, part in named_parts(name, loader)}
 
@@ -431,8 +435,9 @@ class Trainer:
             fields: dict[str, object] = {}
             if self._is_main:
                 beside = files_beside(experiment, name, step=step)
-                pad_token_id = self._context.tokenizer.pad_token_id
-                fields = config_fields(self._configs[name], pad_token_id=pad_token_id)
+                if self._program.roles[name].is_language_model:
+                    pad_token_id = self._context.tokenizer.pad_token_id
+                    fields = config_fields(self._configs[name], pad_token_id=pad_token_id)
             with self._process.doing(f"export of {name}"):
                 self._state.models.export(name, directory, beside=beside, fields=fields)
 

@@ -24,7 +24,7 @@ from realhf.data.micro_batch import attention_share, interleaved_group, micro_ba
 from realhf.distributed.pieces import Shards
 from realhf.distributed.process import Report
 from realhf.distributed.world import ParallelGroups, World
-from realhf.engine.base import DTYPES, Engine, Outputs, PassSettings
+from realhf.engine.base import DTYPES, Outputs, PassSettings, SequenceEngine
 from realhf.engine.chunked_loss import run_head
 from realhf.engine.megatron.model import MegatronModel, make_config
 from realhf.engine.megatron.optimizer import MegatronTrainer
@@ -37,7 +37,7 @@ from realhf.models.param_spec import ModelSpec
 from realhf.nn.parameters import draw_parameters
 
 
-class MegatronEngine(Engine):
+class MegatronEngine(SequenceEngine):
     """An engine for the models and layouts that `MegatronConfig` accepts."""
 
     def __init__(

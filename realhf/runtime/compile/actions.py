@@ -9,12 +9,13 @@ import networkx as nx
 from realhf.calls import HostFunction
 from realhf.distributed.tags import FIRST_INPUT
 from realhf.engine.hf_factory import class_spec
+from realhf.engine.module_factory import module_spec
 from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import adapter_spec
-from realhf.models.model_config import ModelConfig, TransformersConfig
+from realhf.models.model_config import ModelConfig, ModuleConfig, TransformersConfig
 from realhf.models.param_spec import ModelSpec, is_sharded, model_spec
 from realhf.realloc.schedule import moves_nothing
 
@@ -146,7 +147,9 @@ def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
 
 
 def spec_of(config: ModelConfig) -> ModelSpec:
-    """Return the parameter table of a native model or of a transformers class."""
+    """Return the parameter table of a native model, of a transformers class or of a user's module."""
+    if isinstance(config, ModuleConfig):
+        return module_spec(config)
     return class_spec(config) if isinstance(config, TransformersConfig) else model_spec(config)
 
 
@@ -245,7 +248,7 @@ class _PartCompiler:
         names = {call.name for call in calls}
         sends = [send for call in calls for send in self.receives[call.name].sends]
         actions: list[Action] = [send for send in sends if send.producer not in names]
-        for role in dict.fromkeys(call.role for call in calls if call.role is not None):
+        for role in dict.fromkeys(role for call in calls for role in call.roles):
             for params in self.sets.values():
                 if params.role == role:
                     actions += self._reallocations(params.name, calls)
@@ -298,7 +301,7 @@ class _PartCompiler:
         for calls in parts:
             updates = (i for i, call in enumerate(calls, start=1) if name in self._updated_by(call))
             users += calls[: next(updates, len(calls))]
-        layouts = dict.fromkeys(self._copy_of(call) for call in users if call.role == role)
+        layouts = dict.fromkeys(self._copy_of(call) for call in users if role in call.roles)
         return _copies(self.sets[name], self.homes[role], list(layouts), self.specs[name], ahead=ahead)
 
 

@@ -1,24 +1,26 @@
 """Checks of an experiment, its rows and a plan. Each raises ValueError at the first fault. Free of torch."""
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from realhf.calls import (
+    ForwardFunction,
     Generate,
     HostFunction,
     InsertedPhrase,
     ModelWork,
     TokenLimits,
     TopLogProbs,
+    TrainFunction,
     TrainStep,
     longest_response,
 )
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.tensor_files import check_tensors, open_checkpoint
-from realhf.data.dataset import DatasetConfig, column_of, reads_pairs
+from realhf.data.dataset import ArrayDataset, DatasetConfig, column_of, reads_pairs
 from realhf.data.light_tokenizer import first_differing_token, token_bytes, word_tokens
 from realhf.data.rows import MissingColumnError, RowFault, load_rows
 from realhf.data.sequence_tokens import end_of_turn
@@ -101,6 +103,11 @@ def check_numbers(experiment: Experiment) -> None:
     experiment.check_lag()
 
 
+def language_models(roles: Mapping[str, Role]) -> dict[str, Role]:
+    """Return the roles whose models read tokens."""
+    return {name: role for name, role in roles.items() if role.is_language_model}
+
+
 def check_role_names(roles: Mapping[str, Role]) -> None:
     """Raise ValueError if a role's name has a dot, as the names of adapter sets have."""
     if dotted := [name for name in roles if "." in name]:
@@ -143,7 +150,10 @@ def _check_call(
 ) -> None:
     work = call.require_work()
     if isinstance(work, HostFunction):
-        _check_host_function(call.name, work.function)
+        _check_function(call.name, work.function, "the batch and the context")
+    elif isinstance(work, ForwardFunction | TrainFunction):
+        also = f", and {', '.join(call.reads)} by name" if call.reads else ""
+        _check_function(call.name, work.function, f"the module and the batch{also}", names=call.reads)
     if (minibatches := work.num_minibatches) > batch_size:
         raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
     compared = work.group_size
@@ -160,17 +170,43 @@ def _check_call(
         raise ValueError(
             f"call {call.name!r} trains the role {call.role!r}, which has no optimizer: "
             "give it one, Role(..., optimizer=OptimizerConfig())")
+    _check_module_work(call, roles)
     if role.engine != "native" and isinstance(work, TrainStep) and work.has_router_losses:
         raise ValueError(
             f"call {call.name!r}: router losses need engine native; {call.role}.engine is {role.engine}")
     if isinstance(work, Generate) and work.interruption is not None:
         _check_phrase(work.interruption, role)
-    if role.head != (head := call.work_as(ModelWork).output.head):
+    if isinstance(work, ModelWork) and role.head != (head := work.output.head):
         raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
     if isinstance(work, TopLogProbs) and work.k > (size := role.config().vocab_size):
         raise ValueError(
             f"call {call.name!r}: k is {work.k}: "
             f"it must be at most {size}, the vocabulary of {call.role}")
+
+
+def _check_module_work(call: FunctionCall, roles: Mapping[str, Role]) -> None:
+    """Raise ValueError unless the work of a call suits the kinds of its roles."""
+    assert call.role is not None
+    role = roles[call.role]
+    work = call.require_work()
+    has_function = isinstance(work, ForwardFunction | TrainFunction)
+    if has_function == role.is_language_model:
+        need = "ForwardFunction or TrainFunction, as a ModuleRole has"
+        if role.is_language_model:
+            need = "that of a language model, and not a function: only a ModuleRole has these"
+        raise ValueError(f"call {call.name!r} has work {type(work).__name__}: it must be {need}")
+    if isinstance(work, TrainFunction):
+        if work.weights is not None and work.weights not in call.inputs:
+            raise ValueError(
+                f"call {call.name!r}: weights is {work.weights!r}: it must be one of its inputs, "
+                f"{', '.join(call.inputs)}")
+        if taken := [key for key in work.noise if key in call.inputs]:
+            raise ValueError(f"call {call.name!r}: noise has {taken[0]!r}, which is an input: rename it")
+    for name in call.reads:
+        if name not in roles:
+            raise ValueError(f"call {call.name!r} reads role {name!r}: there are {', '.join(roles)}")
+        if role.is_language_model or roles[name].is_language_model:
+            raise ValueError(f"call {call.name!r} reads role {name!r}: only ModuleRoles read each other")
 
 
 def _check_phrase(interruption: InsertedPhrase, role: Role) -> None:
@@ -182,17 +218,17 @@ def _check_phrase(interruption: InsertedPhrase, role: Role) -> None:
             raise ValueError(f"interruption.phrase has the token {token}, which {what}: use another text")
 
 
-def _check_host_function(name: str, function: Any) -> None:
-    """Raise ValueError unless the function can be called with a batch and a context."""
+def _check_function(name: str, function: Any, given: str, *, names: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the function can be called with what is `given`, in words: two arguments, and
+    others by name."""
     if not callable(function):
         raise ValueError(f"call {name!r}: its work is {function!r}, which is no function")
     try:
-        inspect.signature(function).bind(None, None)
+        inspect.signature(function).bind(None, None, **dict.fromkeys(names))
     except TypeError as error:
         called = getattr(function, "__qualname__", type(function).__name__)
         raise ValueError(
-            f"call {name!r}: {called} cannot be called with two arguments, "
-            f"the batch and the context ({error})") from error
+            f"call {name!r}: {called} cannot be called with two arguments, {given} ({error})") from error
     except ValueError:  # Some functions written in C do not tell their parameters.
         return
 
@@ -216,6 +252,9 @@ def _check_model(name: str, role: Role) -> None:
             spec.config.to_hf()  # Raises if the trained model could not be exported.
     except ValueError as error:
         raise ValueError(f"{name}.model: {error}") from error
+    if not role.is_language_model:
+        _check_export(name, role)
+        return
     _check_dtype(name, role)
     if role.engine == "megatron":
         try:
@@ -243,6 +282,12 @@ def _check_model(name: str, role: Role) -> None:
             check_tensors(directory, spec)
     except ValueError as error:
         raise ValueError(f"{name}.model: {error}") from error
+
+
+def _check_export(name: str, role: Role) -> None:
+    """Raise ValueError if a module's role names a directory without an export."""
+    if role.model and not (Path(role.model) / "model.safetensors").is_file():
+        raise ValueError(f"{name}.model {role.model!r} has no model.safetensors: give an export of such a role")
 
 
 def _check_dtype(name: str, role: Role) -> None:
@@ -323,9 +368,9 @@ def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, R
     layout = plan[call.name].layout
     if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
         raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
-    if call.role is not None:
+    for role in call.roles:
         try:
-            config = roles[call.role].config()
+            config = roles[role].config()
             (config.check_generation_layout if call.kind == "generate" else config.check_layout)(layout)
         except ValueError as error:
             raise ValueError(f"calls.{call.name}: {error}") from error
@@ -352,7 +397,7 @@ def check_data(
 
     The datasets and the graphs that read them go by the names of the experiment's fields.
     """
-    _check_positions(datasets, roles)
+    _check_positions(datasets, language_models(roles))
     for _, graph in datasets.values():
         check_sampling(graph, roles)
     _check_tokenizer(experiment, roles)
@@ -364,7 +409,7 @@ def _check_positions(
     """Raise ValueError if a sequence can become longer than a model has positions."""
     new = max(longest_response(graph) for _, graph in datasets.values())
     calls = [call for _, graph in datasets.values() for call in graph.calls]
-    for name in {call.role for call in calls if call.role is not None}:
+    for name in {call.role for call in calls if call.role in roles}:
         limit = spec_of(roles[name].config()).config.num_positions
         long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})"
                 for key, (dataset, _) in datasets.items()
@@ -379,7 +424,7 @@ def _check_positions(
 
 def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:
     """Raise UserError if a model has no embedding for the tokenizer's largest token id."""
-    for name, role in roles.items():
+    for name, role in language_models(roles).items():
         if largest >= (size := role.config().vocab_size):
             raise UserError(
                 f"tokenizer {tokenizer} has token ids up to {largest}, "
@@ -392,10 +437,10 @@ def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: Tokeniz
 
     Rows that are read later are checked when they are read.
     """
+    used = {call.role for call in graph.calls}
     limits = {
-        name: spec_of(roles[name].config()).config.num_positions
-        for name in sorted({call.role for call in graph.calls if call.role is not None})
-    }
+        name: spec_of(role.config()).config.num_positions
+        for name, role in sorted(language_models(roles).items()) if name in used}
     limited = {name: limit for name, limit in limits.items() if limit is not None}
     if limited:
         name = min(limited, key=lambda role: limited[role])
@@ -409,6 +454,9 @@ def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[d
     Raises ValueError if the graph cannot read them.
     """
     try:
+        if isinstance(config, ArrayDataset):
+            config.check_keys(graph.inputs)
+            return []
         if name != "dataset" and len(config.parts) > 1:
             raise ValueError("dataset is a mixture: held-out rows are of one DatasetConfig")
         return load_rows(config, graph.inputs, row_faults=row_faults_of(graph))
@@ -436,11 +484,13 @@ def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
 
 def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
     """Raise ValueError if there is no tokenizer, or if a model was made for another one."""
+    if not experiment.tokenizer_dir():
+        return
     directory = Path(experiment.tokenizer_dir())
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
         raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json; set `tokenizer`")
     ours = directory / "tokenizer.json"
-    for name, role in roles.items():
+    for name, role in language_models(roles).items():
         if role.random_init or not ours.is_file():
             continue
         theirs = role.model_path() / "tokenizer.json"

@@ -133,7 +133,8 @@ def other_ends(
     """Yield a warning about texts in the form of the chat template that end in another way than its turns."""
     end = end_of_turn(program.experiment.tokenizer_dir())
     eos = rows.tokenizer.eos_token_id
-    trains = any(program.roles[role].head == "lm" for role in graph.roles("train_step"))
+    trained = program.roles.keys() & graph.roles("train_step")
+    trains = any(program.roles[role].head == "lm" for role in trained)
     if not trains or "response_mask" not in rows.keys or rows.counts.chats or end is None or end[0] == eos:
         return
     others = [

@@ -126,7 +126,7 @@ def untrained_scores(program: Program) -> Iterator[str]:
 def turn_ends(program: Program, graph: DataflowGraph) -> Iterator[str]:
     """Yield a warning for each model that is trained or answers and does not know how turns end."""
     tokenizer = program.experiment.tokenizer_dir()
-    for name in graph.roles("generate", "train_step"):
+    for name in sorted(program.roles.keys() & graph.roles("generate", "train_step")):
         role = program.roles[name]
         end = unknown_turn_end(role, tokenizer) if role.head == "lm" else None
         if end is not None:
@@ -145,7 +145,7 @@ def beyond_positions(
     in_turns = {call.role: call.work_as(Generate) for call in graph.of_kind("generate") if _is_played(call)}
     of_turn = max((work.sampling.max_new_tokens for work in in_turns.values()), default=new)
     setting = "sampling.max_new_tokens" if new == of_turn else "environment.max_tokens"
-    for role in graph.roles():
+    for role in sorted(program.roles.keys() & graph.roles()):
         limit = _positions(program.roles[role].config())
         if limit is not None and rows.longest + new > limit:
             ends = "; its rollouts end with context_full before" if role in in_turns else ""

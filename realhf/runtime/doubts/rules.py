@@ -6,11 +6,13 @@ own, for which rules ask them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from realhf.calls import Generate
 from realhf.data.tokenized import TokenizedDataset, TokenizedRows
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
+from realhf.runtime.compile.checks import language_models
 from realhf.runtime.compile.program import Program
 from realhf.runtime.doubts import chats, data, held_out, models, rewards, sampling, training
 from realhf.runtime.doubts.data import named_parts
@@ -23,6 +25,9 @@ ABOUT_PROGRAMS: tuple[Callable[[Program], Warnings], ...] = (
     models.untrained_scores, models.contrary_fields, models.misspelt_fields, training.idle_ranks,
     held_out.unevaluated, training.unclear_rollouts, sampling.off_policy, rewards.faulty_rewards,
     sampling.written_escapes, sampling.unlike_training)
+ABOUT_ANY_PROGRAM: tuple[Callable[[Program], Warnings], ...] = (
+    training.idle_ranks, training.of_the_algorithm, training.unchanged_graph, training.filling_pools)
+"""The rules about programs without language models."""
 ABOUT_TEMPLATES: tuple[Callable[[Program], Warnings], ...] = (chats.two_templates, chats.other_templates)
 """They count if rows are chats."""
 ABOUT_TRAINING: tuple[Callable[[Program], Warnings], ...] = (
@@ -54,6 +59,10 @@ def warnings_of(
 
     `held_out` has the rows of each held-out set by its name.
     """
+    program = replace(program, roles=language_models(program.roles))
+    if not program.roles:
+        return list(dict.fromkeys(_follow(ABOUT_ANY_PROGRAM, program)))
+    rows = rows if rows is not None and rows.parts else None  # Arrays have no rows of text.
     sets = [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
     warnings = _follow(ABOUT_ROLES, program.roles)
     warnings += _follow(ABOUT_PROGRAMS, program)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from realhf.calls import Generate, HostFunction, TrainStep
+from realhf.calls import Generate, HostFunction, Training
 from realhf.checkpoint.hf import memory_of
-from realhf.data.batch import Batch
+from realhf.data.batch import Batch, num_tokens_of
 from realhf.data.order import prompt_of, samples_of
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
@@ -272,8 +272,8 @@ class Executor:
         call = action.call
         if call.role is not None and call.kind == "train_step":
             self._wait(call.role)  # Parameters in flight must not change.
-        elif call.role is not None and self._world.rank in action.layout:
-            self._wait(call.role, action.layout)
+        for role in call.roles if self._world.rank in action.layout else ():
+            self._wait(role, action.layout)
 
     def _count_update(self, call: FunctionCall) -> None:
         """Count the update of a train step, as every rank does."""
@@ -291,7 +291,7 @@ class Executor:
         """Return this rank's inputs of the call."""
         call = action.call
         work = call.work_as(Work)
-        shuffled = work if isinstance(work, TrainStep) and work.shuffle_minibatches else None
+        shuffled = work if isinstance(work, Training) and work.shuffle_minibatches else None
         sources = [self._source(send, samples) for send in action.sends]
         routing = Routing(
             self._program.group_size, work.num_minibatches, filtered=action.filtered,
@@ -401,11 +401,12 @@ class Executor:
             elif call.kind == "train_step":
                 metrics = engines[key].train(
                     call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                    gather=False, report=note)
+                    gather=False, report=note, beside=engines.beside(call, action.layout))
                 result = CallResult(Batch([]), metrics)
             else:
                 outputs = engines[key].forward(
-                    call, minibatches[0], micro_batch_tokens=plan.micro_batch_tokens, report=note)
+                    call, minibatches[0], micro_batch_tokens=plan.micro_batch_tokens, report=note,
+                    beside=engines.beside(call, action.layout))
                 result = CallResult(outputs, {})
             self._arrivals.delay(event)
             if self._world.rank in action.layout.result_ranks:
@@ -464,8 +465,8 @@ class Executor:
         if call.kind == "generate":
             event["num_tokens"] = sampled_tokens(call, before=before, after=after)
         elif call.kind == "train_step":
-            num_tokens = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
-            event["num_tokens"] = call.work_as(TrainStep).repeats * num_tokens
+            num_tokens = sum(map(num_tokens_of, (batch[call.inputs[0]] for batch in minibatches)))
+            event["num_tokens"] = call.work_as(Training).repeats * num_tokens
         if flops is not None and call.kind == "generate":
             event["flops"] = generate_flops(
                 call, flops, minibatches[0], group_size=self._program.group_size, before=before, after=after)
@@ -487,7 +488,7 @@ class Executor:
             return
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"step_{self._context.step}_{call}_rank_{self._world.rank}.safetensors"
-        data = Batch.concat(minibatches[: self._calls[call].call.work_as(TrainStep).minibatches]).pack()
+        data = Batch.concat(minibatches[: self._calls[call].call.work_as(Training).minibatches]).pack()
         path.write_bytes(memory_of(data))
         warn(
             f"{call} skipped an update in step {self._context.step}, as its gradient is not finite; "

@@ -50,7 +50,14 @@ class HostContext:
 
     @cached_property
     def tokenizer(self) -> Any:
+        if not self.tokenizer_dir:
+            raise UserError("there is no tokenizer, as no role is a language model: set `tokenizer`")
         return load_tokenizer(self.tokenizer_dir)
+
+    @property
+    def any_tokenizer(self) -> Any:
+        """The tokenizer; None if there is none."""
+        return self.tokenizer if self.tokenizer_dir else None
 
 
 _ANY_TIME = timedelta(days=365)

@@ -34,6 +34,8 @@ def flops_by_role(roles: Mapping[str, Role]) -> dict[str, ModelFlops]:
     flops = {}
     for name, role in roles.items():
         config = role.config()
+        if not role.is_language_model:
+            continue
         if not isinstance(config, TransformersConfig) or not config.unplannable:
             flops[name] = ModelFlops.of(model_spec(config), role.resolved_lora())
     return flops

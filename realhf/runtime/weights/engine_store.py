@@ -14,10 +14,12 @@ from realhf.distributed.group import PeerError
 from realhf.distributed.pieces import Shards
 from realhf.distributed.world import World
 from realhf.engine.base import DTYPES, Engine, GeneratingEngine
+from realhf.engine.module import ModuleEngine
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.experiment import Role
+from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.param_spec import region_size
 from realhf.runtime.compile.actions import (
@@ -150,7 +152,7 @@ def engine_class(name: str) -> Callable[..., Engine]:
         from realhf.engine.megatron.engine import MegatronEngine
 
         return MegatronEngine
-    return {"native": NativeEngine, "transformers": TransformersEngine}[name]
+    return {"native": NativeEngine, "transformers": TransformersEngine, "module": ModuleEngine}[name]
 
 
 class EngineStore:
@@ -175,8 +177,8 @@ class EngineStore:
     def create_copies(self, actions: Sequence[Action]) -> None:
         """Construct the other engines that run these actions; reallocations will fill in their weights."""
         for action in actions:
-            if isinstance(action, Run) and action.call.role is not None:
-                self._create(action.call.role, action.layout, optimizer=None)
+            for role in action.call.roles if isinstance(action, Run) else ():
+                self._create(role, action.layout, optimizer=None)
 
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
         key = (role, layout)
@@ -260,6 +262,10 @@ class EngineStore:
     def __getitem__(self, key: EngineKey) -> Engine:
         """Return the engine that holds this rank's shards of a role in a layout."""
         return self._engines[key]
+
+    def beside(self, call: FunctionCall, layout: Layout) -> dict[str, Engine]:
+        """Return the engines of the roles that a call reads, by role."""
+        return {role: self._engines[role, layout] for role in call.reads}
 
     def generating(self, key: EngineKey) -> GeneratingEngine:
         engine = self._engines[key]

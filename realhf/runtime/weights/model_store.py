@@ -20,7 +20,7 @@ from realhf.engine.base import DTYPES
 from realhf.engine.hf_factory import file_spec
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.errors import UserError
-from realhf.experiment import Experiment
+from realhf.experiment import Experiment, Role
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import ModelSpec, Placement, Region
@@ -265,6 +265,8 @@ class WeightExporter:
 def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, Beside]:
     """Return files or texts by name for the export of a role after step `step`."""
     role = experiment.roles()[name]
+    if not role.is_language_model:
+        return {"README.md": _module_card(name, role, method=type(experiment).__name__, step=step)}
     files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), TOKENIZER_FILES))
     source = role.model_path()
     source = source.parent if source.name == "config.json" else source
@@ -301,6 +303,16 @@ def config_fields(config: ModelConfig, *, pad_token_id: int | None) -> dict[str,
     """
     is_set = config.hf.get("pad_token_id") is not None or pad_token_id in (None, *config.eos_token_ids)
     return {"pad_token_id": pad_token_id} if config.head == "score" and not is_set else {}
+
+
+def _module_card(name: str, role: Role, *, method: str, step: int) -> str:
+    """Return a sentence about an exported module."""
+    made = role.config().to_hf()
+    how = f"`{made['module']}` with the arguments {json.dumps(made['arguments'])}"
+    origin = f"`{role.model}`" if role.model else "random weights"
+    return (
+        f"# {name}\n\nThe {name} of a {method} run of realhf after {step} step{'s' * (step > 1)}, from {origin}. It is "
+        f"{how}; `load_state_dict` takes the tensors of model.safetensors.\n")
 
 
 def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:

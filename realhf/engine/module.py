@@ -1,0 +1,279 @@
+"""ModuleEngine: runs the functions of calls on any torch.nn.Module, of which every rank holds all."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from realhf.calls import ForwardFunction, OptimizerConfig, TrainFunction
+from realhf.data.batch import Batch, Packed
+from realhf.distributed.pieces import Shards
+from realhf.distributed.process import Report, no_report
+from realhf.distributed.world import ParallelGroups, World
+from realhf.engine.base import (
+    DTYPES,
+    NOTHING_BESIDE,
+    Engine,
+    Metrics,
+    output_batch,
+    require_numbers,
+    sum_metrics,
+)
+from realhf.engine.hf_factory import named_tensors
+from realhf.engine.module_factory import module_of
+from realhf.errors import UserError, described
+from realhf.graph import FunctionCall
+from realhf.inference.sampling import stream_seed, uniform
+from realhf.layout import Layout
+from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModuleConfig
+from realhf.models.param_spec import ModelSpec, ParamSpec
+from realhf.nn.linear import Weight
+from realhf.nn.parameters import ShardedParameters
+
+
+class ModuleParameters(ShardedParameters):
+    """The parameters and floating-point buffers of a module, which lie in flat memory."""
+
+    def __init__(
+        self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
+    ) -> None:
+        super().__init__(spec, groups, dtype=dtype, memory=memory)
+        self.module = module_of(_config_of(spec), dtype=str(dtype).removeprefix("torch."))
+        self.module.to(groups.world.device)
+        self._buffers: list[tuple[Any, str, Tensor]] = []
+        """The module of each buffer, its name there, and its memory."""
+        trained = {param.name for param in spec.params if param.trainable}
+        for names, tensor in named_tensors(self.module):
+            view = self.shards()[names[0]].view(tensor.shape)
+            weight: Tensor = view
+            if names[0] in trained:
+                if tensor.dim() == 0:  # A single number stays one.
+                    self._by_layer[0][names[0]] = self._weight_of[names[0]] = Weight(view, requires_grad=False)
+                weight = self.of_layer(0)[names[0]]
+            elif isinstance(tensor, torch.nn.Parameter):
+                weight = torch.nn.Parameter(view, requires_grad=False)
+            for name in names:
+                path, _, attribute = name.rpartition(".")
+                owner = self.module.get_submodule(path)
+                setattr(owner, attribute, weight)  # Some modules list their parameters when these are set.
+                if weight is view:
+                    self._buffers.append((owner, attribute, view))
+
+    def _weight_name(self, param: ParamSpec) -> str:
+        return param.short_name
+
+    @torch.no_grad()
+    def load(self, directory: Path | None, *, seed: int) -> None:
+        """Load the weights of an export, or draw them from `seed` by the module's own initialisation.
+
+        Raises ValueError that names the file and the tensor.
+        """
+        if directory is None:
+            drawn = named_tensors(module_of(_config_of(self.spec), seed=seed))
+            tensors = {names[0]: tensor for names, tensor in drawn}
+        else:
+            tensors = load_file(directory / "model.safetensors")
+        for param in self.spec.params:
+            if param.name not in tensors:
+                raise ValueError(f"{directory}/model.safetensors has no tensor {param.name}")
+            shape = tuple(tensors[param.name].shape) or (1,)
+            if shape != param.shape:
+                raise ValueError(
+                    f"{directory}/model.safetensors: tensor {param.name} has shape {shape}; the module has "
+                    f"{param.shape}")
+            self.shards()[param.name].copy_(tensors[param.name].view(param.shape))
+
+    @torch.no_grad()
+    def average_buffers(self, share: float) -> None:
+        """Let all replicas have the mean of their buffers, of which this one's has the weight `share`."""
+        if not self._buffers:
+            return
+        for owner, attribute, memory in self._buffers:
+            now = getattr(owner, attribute)
+            if now is not memory:  # The function has put another tensor there.
+                memory.copy_(now)
+                setattr(owner, attribute, memory)
+        if self.groups.all.size > 1:
+            views = [memory.view(-1) for _, _, memory in self._buffers]
+            mean = self.groups.all.all_reduce(torch.cat(views) * share)
+            for view, value in zip(views, mean.split([len(view) for view in views]), strict=True):
+                view.copy_(value)
+
+
+def _config_of(spec: ModelSpec) -> ModuleConfig:
+    assert isinstance(spec.config, ModuleConfig)
+    return spec.config
+
+
+class ModuleEngine(Engine):
+    """An engine for any module under data parallelism."""
+
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, world: World,
+        *, dtype: str, optimizer: OptimizerConfig | None = None, memory: Tensor | None = None,
+        lora: LoraConfig | None = None, adapter_memory: Tensor | None = None,
+        float32_head: bool = False,
+    ) -> None:
+        assert lora is None and adapter_memory is None and not float32_head, "a ModuleRole has none"
+        groups = ParallelGroups.create(world, layout)
+        self._model = ModuleParameters(spec, groups, dtype=DTYPES[dtype], memory=memory)
+        self._seed = 0
+        super().__init__(self._model, optimizer=optimizer)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module, whose weights are those of this engine."""
+        return self._model.module
+
+    def load_base(self, directory: Path | None, *, seed: int) -> None:
+        self._seed = seed
+        self._model.load(directory, seed=seed)
+
+    def export_shards(self) -> Shards:
+        return self._model.pieces()
+
+    def forward(
+        self, call: FunctionCall, batch: Batch, *, micro_batch_tokens: int, report: Report = no_report,
+        beside: Mapping[str, Engine] = NOTHING_BESIDE,
+    ) -> Batch:
+        parts = []
+        for i, rows in enumerate(_micro_batches(batch, micro_batch_tokens)):
+            report(f"micro-batch {i + 1}")
+            columns = self.answer(call, rows, beside=beside)
+            if lacking := [key for key in call.outputs if key not in columns]:
+                raise UserError(f"call {call.name!r} returned no column {lacking[0]!r}, which it declares")
+            parts.append(output_batch(call, rows.ids, [
+                _column(columns[key], key, call.name, len(rows)) for key in call.outputs]))
+        outputs = Batch.concat(parts)
+        for key in call.outputs:
+            require_numbers(outputs, key, rank=self.groups.rank)
+        return outputs
+
+    @torch.no_grad()
+    def answer(
+        self, call: FunctionCall, rows: Batch, *, beside: Mapping[str, Engine] = NOTHING_BESIDE
+    ) -> Mapping[str, Any]:
+        """Return what the function of a forward call returns for some rows: tensors by name."""
+        self.module.eval()
+        function = call.work_as(ForwardFunction).function
+        columns = self._call(call, function, rows.to(self.groups.world.device), beside)
+        if not isinstance(columns, Mapping):
+            raise UserError(
+                f"call {call.name!r} returned {type(columns).__name__}: it must return a dict of tensors by key")
+        return columns
+
+    def _call(
+        self, call: FunctionCall, function: Callable[..., Any], rows: Batch, beside: Mapping[str, Engine]
+    ) -> Any:
+        """Call a user's function. Raises UserError about an exception in it."""
+        modules = {}
+        for role, engine in beside.items():
+            assert isinstance(engine, ModuleEngine), "calls read module roles only"
+            modules[role] = engine.module.eval()
+        try:
+            return function(self.module, rows, **modules)
+        except (FloatingPointError, MemoryError, UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if isinstance(error, KeyError) and error.args and error.args[0] not in rows.fields:
+                legal = ", ".join(rows.fields) or "none"
+                raise UserError(
+                    f"call {call.name!r} reads the column {error.args[0]!r}: its columns are {legal}") from error
+            raise UserError(f"call {call.name!r} raised {described(error)}") from error
+
+    def _compute_grads(
+        self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report,
+        beside: Mapping[str, Engine],
+    ) -> Metrics | None:
+        work = call.work_as(TrainFunction)
+        control = self.groups.dp_control
+        weights = _weights(call, batch)
+        mine = {"rows": float(len(batch)), "weight": float(weights.sum())}
+        totals = sum_metrics(control.all_gather_json(mine))
+        if not totals["weight"]:
+            return None
+        step = self.optimizer.num_steps
+        fields = {**batch.fields, **self._noise(call, batch, step)}
+        parts: list[Metrics] = []
+        self.module.train()
+        for i, rows in enumerate(_micro_batches(Batch(batch.ids, fields), max_tokens)):
+            if not rows.ids:
+                continue
+            report(f"micro-batch {i + 1}")
+            with self._random(call, step, i):
+                returned = self._call(call, work.function, rows, beside)
+            is_pair = isinstance(returned, tuple) and len(returned) == 2
+            losses, metrics = returned if is_pair else (returned, {})
+            shares = _weights(call, rows) / totals["weight"]
+            loss = (_per_row(losses, "the losses", call.name, len(rows)) * shares).sum()
+            if loss.requires_grad:
+                loss.backward()
+            values = {"loss": loss} | {
+                name: (_per_row(value, f"metric {name!r}", call.name, len(rows)) * shares).sum()
+                for name, value in metrics.items()}
+            parts.append({name: value.item() for name, value in values.items()})
+        self._model.average_buffers(mine["rows"] / totals["rows"])
+        return sum_metrics(control.all_gather_json(sum_metrics(parts)))
+
+    def _noise(self, call: FunctionCall, batch: Batch, step: int) -> dict[str, Tensor]:
+        """Return the columns of noise for an optimizer step."""
+        columns = {}
+        for key, shape in call.work_as(TrainFunction).noise.items():
+            size = int(np.prod(shape, dtype=int))
+            ids, places = np.broadcast_arrays(
+                np.array(batch.ids, np.int64)[:, None], step * size + np.arange(size)[None])
+            drawn = uniform(stream_seed(self._seed, f"{call.name}/{key}"), sample_ids=ids, positions=places)
+            normal = torch.special.ndtri(torch.from_numpy(drawn) + 2.0**-54)
+            columns[key] = normal.view(len(batch), *shape).to(self.flat.dtype).to(self.flat.device)
+        return columns
+
+    @contextmanager
+    def _random(self, call: FunctionCall, step: int, number: int) -> Iterator[None]:
+        """Hold a random state of its own for each micro-batch of each optimizer step."""
+        device = self.flat.device
+        words = f"{call.name}/{step}/{number}/{self.groups.at.dp}"
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(stream_seed(self._seed, words) & 0x7FFFFFFFFFFFFFFF)
+            yield
+
+
+def _micro_batches(batch: Batch, most: int) -> list[Batch]:
+    """Split a batch into consecutive parts of at most so many rows; one part, if there are no rows."""
+    starts = range(0, max(1, len(batch)), most)
+    if len(starts) == 1:
+        return [batch]
+    return [batch.select(range(start, min(start + most, len(batch)))) for start in starts]
+
+
+def _weights(call: FunctionCall, rows: Batch) -> Tensor:
+    """Return the weights of rows in means."""
+    key = call.work_as(TrainFunction).weights
+    if key is None:
+        return torch.ones(len(rows), dtype=torch.float64)
+    return _per_row(rows[key], f"column {key!r}", call.name, len(rows)).double()
+
+
+def _per_row(values: Any, what: str, call: str, count: int) -> Tensor:
+    """Return a tensor with one number for each row. Raises UserError if it has another shape."""
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape != (count,):
+        raise UserError(
+            f"call {call!r}: {what} must be a tensor with one number for each row, of shape ({count},), and "
+            f"is {shape}")
+    return values
+
+
+def _column(values: Any, key: str, call: str, count: int) -> Any:
+    """Return an output column. Raises UserError unless it has one entry for each row."""
+    if not isinstance(values, Tensor | Packed) or not getattr(values, "shape", True) or len(values) != count:
+        has = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise UserError(
+            f"call {call!r}: column {key!r} must be a tensor with one entry for each of the {count} rows, and "
+            f"is {has}")
+    return values
