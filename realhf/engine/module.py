@@ -125,6 +125,7 @@ class ModuleEngine(Engine):
         self._model = ModuleParameters(spec, groups, dtype=DTYPES[dtype], memory=memory)
         self._seed = 0
         super().__init__(self._model, optimizer=optimizer)
+        self._model.requires_grad_(False)  # Other roles' calls may read it before its own first train step.
 
     @property
     def module(self) -> torch.nn.Module:
@@ -226,8 +227,8 @@ class ModuleEngine(Engine):
         columns = {}
         for key, shape in call.work_as(TrainFunction).noise.items():
             size = int(np.prod(shape, dtype=int))
-            ids, places = np.broadcast_arrays(
-                np.array(batch.ids, np.int64)[:, None], step * size + np.arange(size)[None])
+            ids = np.repeat(np.array(batch.ids, np.int64), size)
+            places = np.tile(step * size + np.arange(size), len(batch))
             drawn = uniform(stream_seed(self._seed, f"{call.name}/{key}"), sample_ids=ids, positions=places)
             normal = torch.special.ndtri(torch.from_numpy(drawn) + 2.0**-54)
             columns[key] = normal.view(len(batch), *shape).to(self.flat.dtype).to(self.flat.device)
