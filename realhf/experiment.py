@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import networkx as nx
 
-from realhf.calls import OptimizerConfig, SamplingConfig, Training, TrainStep, default_rates
+from realhf.calls import HostFunction, OptimizerConfig, SamplingConfig, Training, TrainStep, default_rates
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig, as_dataset
 from realhf.data.row_files import commits_of_data
@@ -539,10 +539,15 @@ def seeded(graph: DataflowGraph, seed: int, *, deterministic: bool = False) -> D
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
     """Cut a graph into the parts `rollout`, `score` and `train`. Raises ValueError if that is impossible."""
     generating = {call.name for call in graph.of_kind("generate")}
+    for call in graph.calls:
+        if isinstance(call.work, HostFunction) and call.work.asks:
+            generating |= {call.name, *call.work.asks}
     training = {call.name for call in graph.of_kind("train_step")}
     if not generating or not training:
         kind = "generate" if not generating else "train_step"
-        raise ValueError(f"max_lag is above 0, and the graph has no call of kind {kind!r}: set max_lag to 0")
+        asks = " and no host call that asks one" if not generating else ""
+        raise ValueError(
+            f"max_lag is above 0, and the graph has no call of kind {kind!r}{asks}: set max_lag to 0")
     rollout = generating.union(*(nx.ancestors(graph.nx_graph, name) for name in generating))
     train = training.union(*(nx.descendants(graph.nx_graph, name) for name in training))
     if both := [call.name for call in graph.order if call.name in rollout & train]:

@@ -80,8 +80,10 @@ class StepRunner:
         self._sent: dict[str, _SentInputs] = {}
         """Part -> its inputs that have been sent ahead."""
         self._ledger = SampleLedger(parts)
-        self._generator = next(iter(graph.of_kind("generate")), None)
-        """The (first) generating call."""
+        asking = (call.work for call in graph.calls if isinstance(call.work, HostFunction) and call.work.asks)
+        asked = (graph[work.asks[0]] for work in asking)
+        self._generator = next(iter(graph.of_kind("generate")), next(asked, None))
+        """The (first) generating call, or else the first that a host call asks."""
         self._updates = {call.role: 0 for call in graph.calls if call.role is not None}
         self._pools: dict[str, Pool] = {}
 
@@ -150,7 +152,7 @@ class StepRunner:
         sent = self._take_sent(part, prompts)
         self._ledger.require(prompts, step=self.number)
         self._require_inputs(part, prompts)
-        in_rounds = self._num_rounds > 1 and self._generates(part)
+        in_rounds = self._num_rounds > 1 and self._generates(part)  # (Calls that are asked have one round.)
         if in_rounds and prompts:
             self._begin_rounds(part, prompts)
         self.count_operation(f"run part {part} on {named(prompts)}")

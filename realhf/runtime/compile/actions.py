@@ -80,11 +80,34 @@ class Redistribute:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Lets a host call, the asker, ask a forward call while it runs: on its own rank, if that is in the
+    forward call's layout, and else by messages to a rank of it."""
+
+    asker: str
+    asking: Layout
+    call: FunctionCall
+    layout: Layout
+    tag: int
+
+    def answering(self, rank: int) -> int:
+        """Return the rank that answers a rank of the asker."""
+        ranks = self.layout.ranks
+        return rank if rank in ranks else ranks[self.asking.ranks.index(rank) % len(ranks)]
+
+    def far(self, rank: int) -> list[int]:
+        """Return the other ranks that this one answers."""
+        return [one for one in self.asking.ranks if one != rank and self.answering(one) == rank]
+
+
+@dataclass(frozen=True)
 class Run:
-    """Runs a call on the ranks of its layout."""
+    """Runs a call on the ranks of its layout. One that answers host calls has no outputs of its own."""
 
     call: FunctionCall
     layout: Layout
+    asks: tuple[Ask, ...] = ()
+    answers: tuple[Ask, ...] = ()
 
 
 Action = Reallocate | Send | Receive | Redistribute | Run
@@ -207,7 +230,10 @@ def compile_parts(
     tags = count(first_tag)
     filtered = _filtered_calls(graph)
     receives = {call.name: _receive(call, graph, plan, tags, filtered) for call in graph.order}
-    compiler = _PartCompiler(graph, plan, homes, specs, parameter_sets(roles), receives)
+    asks = tuple(
+        Ask(call.name, plan[call.name].layout, graph[name], plan[name].layout, next(tags))
+        for call in graph.order if isinstance(call.work, HostFunction) for name in call.work.asks)
+    compiler = _PartCompiler(graph, plan, homes, specs, parameter_sets(roles), receives, asks)
     members = {part: [call for call in graph.order if call.name in names] for part, names in parts.items()}
     compiled = {}
     for part, calls in members.items():
@@ -239,6 +265,7 @@ class _PartCompiler:
     specs: Mapping[str, ModelSpec]
     sets: Mapping[str, ParameterSet]
     receives: Mapping[str, Receive]
+    asks: Sequence[Ask] = ()
 
     def actions(
         self, calls: Sequence[FunctionCall], all_parts: Sequence[Sequence[FunctionCall]],
@@ -257,7 +284,9 @@ class _PartCompiler:
             actions.append(self.receives[call.name])
             if (tag := redistribute_tags.get(call.name)) is not None:
                 actions.append(Redistribute(call, layout, tag))
-            actions.append(Run(call, self._copy_of(call)))
+            asks = tuple(ask for ask in self.asks if ask.asker == call.name)
+            answers = tuple(ask for ask in self.asks if ask.call.name == call.name)
+            actions.append(Run(call, self._copy_of(call), asks, answers))
             actions += [send for send in sends if send.producer == call.name]
             for name in self._updated_by(call):
                 actions += self._after_update(name, call, calls[i:], all_parts)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
+
 from realhf.calls import (
     ForwardFunction,
     Generate,
@@ -127,6 +129,34 @@ def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -
         "be 2, as the graph reads pairs: the samples of a prompt are a chosen and a rejected completion")
     for call in graph.calls:
         _check_call(call, roles, batch_size=experiment.batch_size, group_size=group_size)
+    check_asks(graph, experiment.parts(graph))
+    if experiment.num_rounds > 1 and not graph.of_kind("generate"):
+        raise ValueError(
+            f"max_lag is {experiment.max_lag} and rounds {experiment.num_rounds}: without a generating call "
+            "max_lag must be at most 1, and rounds 1")
+
+
+def check_asks(graph: DataflowGraph, parts: Mapping[str, Sequence[str]]) -> None:
+    """Raise ValueError unless each call that a host call asks is a forward call beside it in its part."""
+    names = [call.name for call in graph.calls]
+    part_of = {name: part for part, calls in parts.items() for name in calls}
+    for call in graph.calls:
+        for name in call.work.asks if isinstance(call.work, HostFunction) else ():
+            if name not in names or not isinstance(graph[name].work, ForwardFunction):
+                legal = [one.name for one in graph.calls if isinstance(one.work, ForwardFunction)]
+                raise ValueError(
+                    f"call {call.name!r} asks {name!r}: it must be a call with a ForwardFunction, and there "
+                    f"{'are ' + ', '.join(legal) if legal else 'is none'}")
+            if graph[name].outputs:
+                raise ValueError(
+                    f"call {name!r} has outputs, and call {call.name!r} asks it: what it returns goes to the "
+                    "asker alone, so leave the outputs out")
+            if part_of.get(name) != part_of.get(call.name):
+                raise ValueError(f"call {call.name!r} asks {name!r}: both must be in one part")
+            if nx.has_path(graph.nx_graph, call.name, name) or nx.has_path(graph.nx_graph, name, call.name):
+                raise ValueError(
+                    f"call {call.name!r} asks {name!r}: neither may need an output of the other, as they run at "
+                    "the same time")
 
 
 def check_inputs(graph: DataflowGraph) -> None:

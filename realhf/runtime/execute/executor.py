@@ -33,6 +33,7 @@ from realhf.runtime.compile.actions import (
     outside_producers,
 )
 from realhf.runtime.compile.program import PredictedMemory
+from realhf.runtime.execute.asking import Asker, answer_all
 from realhf.runtime.execute.host_call import Agreements, HostContext, call_host_function
 from realhf.runtime.execute.meters import MemoryMeter, generate_flops, pass_flops, sampled_tokens
 from realhf.runtime.records.step_record import Event, StepRecord
@@ -211,6 +212,8 @@ class Executor:
                 if (minibatches := inputs.pop(action.call.name, None)) is not None:
                     if action.call.kind == "host":
                         self._run_host(action, minibatches)
+                    elif action.answers:
+                        self._answer(action)
                     else:
                         self._run_model(action, minibatches)
                 self._count_update(action.call)
@@ -274,6 +277,10 @@ class Executor:
             self._wait(call.role)  # Parameters in flight must not change.
         for role in call.roles if self._world.rank in action.layout else ():
             self._wait(role, action.layout)
+        for ask in action.asks:
+            if self._world.rank in action.layout and self._world.rank in ask.layout:
+                for role in ask.call.roles:
+                    self._wait(role, ask.layout)
 
     def _count_update(self, call: FunctionCall) -> None:
         """Count the update of a train step, as every rank does."""
@@ -512,6 +519,12 @@ class Executor:
         with self._record.timed(rank=rank, name=role, kind="offload", what="release"):
             weights.release()
 
+    def _answer(self, action: Run) -> None:
+        """Answer the host calls of other ranks that ask a forward call, until all of them have ended."""
+        with self._running(action):
+            for ask in action.answers:
+                answer_all(self._world, self._models.engines, ask)
+
     def _run_host(self, action: Run, minibatches: list[Batch]) -> None:
         """Call a host function and store its outputs."""
         (batch,) = minibatches
@@ -520,7 +533,9 @@ class Executor:
             rank=self._world.rank, name=call.name, kind="host", waited=self._take_waited())
         doing = self._world.process.doing(call.name)
         with doing, timed, self._context.of_call(self._program.prefix + call.name) as context:
+            context.asker = Asker(self._world, self._models.engines, action.asks)
             result = call_host_function(call, batch, context)
+            context.asker.close()
         work = call.work_as(HostFunction)
         if work.filters or work.decides:
             agreed = {"passed": result.batch.ids, "decision": result.decision}

@@ -38,6 +38,8 @@ class HostContext:
     """The `state` of every host call of this rank, by its name; checkpoints hold them."""
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """`run.state` of the step program, equal on all ranks; host functions may only read it."""
+    asker: Any = None
+    """Asks forward calls for the present call (see `runtime.execute.asking`)."""
     scored_samples: list[dict[str, Any]] = field(default_factory=list)
     """The samples that an evaluation has just scored on this rank."""
 
@@ -47,6 +49,21 @@ class HostContext:
         self.state = self.states.setdefault(name, {})
         yield self
         self.states[name] = self.state
+
+    def ask(self, call: str, rows: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a forward call answers to some rows: tensors, by name.
+
+        Whether it runs on this rank or on another one is the plan's matter.
+        """
+        return self.ask_later(call, rows).result()
+
+    def ask_later(self, call: str, rows: Mapping[str, Any]) -> Any:
+        """Ask without waiting; `result()` of what is returned gives the answer. Answers come in order."""
+        return self.asker.ask(call, rows)
+
+    def version(self, call: str) -> int:
+        """Return the number of updates of the weights by which a forward call answers."""
+        return self.updates.get(self.asker.role(call), 0)
 
     @cached_property
     def tokenizer(self) -> Any:
