@@ -260,7 +260,7 @@ class ModuleRole(Role):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.module is None:
-            raise ValueError("module is not given: it must be a class or function that returns a torch.nn.Module")
+            raise ValueError("module is not given: it must be a class of modules, or return a module")
         require(self.engine == "module", "engine", self.engine, "be module, as the role has a module")
         require(self.lora is None, "lora", self.lora, "be None: adapters of a module are layers of its own")
         legal = ("float32", "float64")
@@ -309,6 +309,9 @@ class Expected:
     observation_tokens: float | None = None
     """Mean tokens that are added between two turns. None: as in `lengths_from`, else 0."""
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
+    call_seconds: dict[str, float] = field(default_factory=dict)
+    """Call -> its seconds on one rank with all samples of a step, of a call in plain Python, such as one that
+    plays with environments, or of a function on a module. `report` shows those of a run."""
     reward_seconds: float = 0.0  # Mean time in which the reward functions score one sample.
     reward_p99_seconds: float | None = None  # 99 % of the samples take no longer; None: all take the mean.
     part_runs: dict[str, float] = field(default_factory=dict)

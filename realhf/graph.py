@@ -68,7 +68,7 @@ class FunctionCall:
                 raise ValueError(
                     f"call {self.name!r} both reads and writes the key {key!r}: rename its output")
         if self.reads and self.role is None:
-            raise ValueError(f"call {self.name!r} reads the roles {', '.join(self.reads)}, and has no role itself")
+            raise ValueError(f"call {self.name!r} reads roles, {', '.join(self.reads)}, and has none itself")
         if self.role in self.reads:
             raise ValueError(f"call {self.name!r} is of role {self.role!r}: reads must name other roles")
 

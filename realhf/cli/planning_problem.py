@@ -13,11 +13,13 @@ from typing import Any
 import networkx as nx
 
 from realhf.calls import (
+    ForwardFunction,
     Generate,
     HostFunction,
     LogProbs,
     ModelWork,
     TopLogProbs,
+    TrainFunction,
     TrainStep,
     longest_response,
 )
@@ -64,6 +66,8 @@ def sequence_lengths(experiment: Experiment, limit: int, *, turns: Turns | None 
     follow from them. Raises ValueErrors that name the field.
     """
     expected = experiment.expected
+    if not experiment.tokenizer_dir():  # There are no sequences, and a row counts as one token.
+        return {"prompt_tokens": 1.0, "response_tokens": 0.0, "max_new_tokens": 0}
     if turns is not None:
         whole = turns.whole(limit)
         mean = expected.prompt_tokens
@@ -307,6 +311,11 @@ def problem_of(
         raise ValueError("the graph has no calls on models: there is nothing to plan")
     if unused := [name for name in roles if not graph.of_role(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
+    for name, seconds in experiment.expected.call_seconds.items():
+        if name not in [call.name for call in graph.calls]:
+            there_are = ", ".join(call.name for call in graph.calls)
+            raise ValueError(f"expected.call_seconds has {name!r}: the calls are {there_are}")
+        require(seconds >= 0, f"expected.call_seconds[{name!r}]", seconds, "not be negative")
     turns = expected_turns(experiment, graph)
     lengths = sequence_lengths(experiment, most_response_tokens(graph, turns), turns=turns)
     parts = checked_parts(experiment, graph)
@@ -435,7 +444,12 @@ def _workload(
     of_call: dict[str, Any] = {} if isinstance(work, Generate) else {"turns": None}
     if isinstance(work, HostFunction):
         scoring = _scoring_time(experiment.expected, work.function)
-        of_call |= {"seconds": experiment.expected.host_seconds * settings["runs"], "scoring": scoring}
+        seconds = experiment.expected.call_seconds.get(call.name, experiment.expected.host_seconds)
+        of_call |= {"seconds": seconds * settings["runs"], "scoring": scoring}
+    elif isinstance(work, ForwardFunction | TrainFunction):
+        of_call["seconds"] = experiment.expected.call_seconds.get(call.name, 0.0) * settings["runs"]
+        if isinstance(work, TrainFunction):
+            of_call |= {"minibatches": work.minibatches, "epochs": work.epochs}
     elif isinstance(work, Generate):
         keeps = work.cache_on_update == "keep" and rounds > 1
         steals = work.work_stealing and not keeps and work.environment is None

@@ -133,8 +133,8 @@ class DatasetConfig:
 class ArrayDataset(DatasetConfig):
     """Rows of numbers: a safetensors file with a tensor for each column, whose first dim counts rows.
 
-    The key of a column in a graph is its name; a batch has a tensor of some of its rows. In Python, `path` may
-    also be a dict of arrays. Without a path there are `num_rows` rows with their numbers alone, the key
+    The key of a column in a graph is its name; a batch has a tensor of some of its rows. In Python, `path`
+    may also be a dict of arrays. Without a path there are `num_rows` rows with their numbers alone, the key
     `dataset_row`: enough for calls that make all they need, such as environments.
     """
 
@@ -162,7 +162,7 @@ class ArrayDataset(DatasetConfig):
             raise ValueError(f"dataset {self.path} is no safetensors file: {error}") from error
         sizes = {shape[:1] for shape in shapes.values()}
         if len(sizes) != 1 or () in sizes or (0,) in sizes:
-            raise ValueError(f"dataset {self.path}: all tensors must have the same number of rows, at least 1")
+            raise ValueError(f"dataset {self.path}: all tensors must have as many rows, at least 1")
         return shapes
 
     def count(self) -> int:
@@ -174,8 +174,8 @@ class ArrayDataset(DatasetConfig):
         legal = (*self.columns(), DATASET_ROW)
         if missing := [key for key in keys if key not in legal]:
             raise ValueError(
-                f"dataset {self.path or 'of numbered rows'} has no column {missing[0]!r}, which the graph reads: "
-                f"its columns are {', '.join(legal)}")
+                f"dataset {self.path or 'of numbered rows'} has no column {missing[0]!r}, which the graph "
+                f"reads: its columns are {', '.join(legal)}")
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,8 @@ class ArrayLoader:
         if not self.config.path:
             return []
         data = Path(str(self.config.path)).read_bytes()
-        return [{
-            "file": str(self.config.path), "rows": self._num_rows, "bytes": len(data), "crc32": zlib.crc32(data)}]
+        sizes = {"rows": self._num_rows, "bytes": len(data), "crc32": zlib.crc32(data)}
+        return [{"file": str(self.config.path), **sizes}]
 
     def batch(self, prompts: Sequence[int]) -> Batch:
         """Return the rows of these prompts of the run, by number, each `group_size` times."""
@@ -232,8 +232,8 @@ class ArrayLoader:
 
     def _batch(self, prompts: Sequence[int], rows: Sequence[int]) -> Batch:
         index = torch.tensor(rows, dtype=torch.long).repeat_interleave(self._group_size)
-        return Batch(
-            samples_of(prompts, self._group_size), {key: column[index] for key, column in self._columns.items()})
+        columns = {key: column[index] for key, column in self._columns.items()}
+        return Batch(samples_of(prompts, self._group_size), columns)
 
     def state(self, prompts: Collection[int], *, next_prompt: int) -> list[dict[str, Any] | None]:
         """Return no state, as the order of the rows follows from their numbers."""
@@ -263,7 +263,7 @@ def make_loader(
     if isinstance(config, ArrayDataset):
         return ArrayLoader(config, keys=keys, group_size=group_size, seed=seed)
     if tokenizer is None:
-        raise UserError("dataset has texts, and there is no tokenizer: set `tokenizer`, or use an ArrayDataset")
+        raise UserError("dataset has texts, and there is no tokenizer: set `tokenizer`, or give ArrayDataset")
     if isinstance(config, DatasetMixture):
         return MixedLoader(
             config, keys=keys, tokenizer=tokenizer, group_size=group_size, seed=seed, row_faults=row_faults)

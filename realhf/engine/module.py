@@ -24,14 +24,13 @@ from realhf.engine.base import (
     require_numbers,
     sum_metrics,
 )
-from realhf.engine.hf_factory import named_tensors
-from realhf.engine.module_factory import module_of
 from realhf.errors import UserError, described
 from realhf.graph import FunctionCall
 from realhf.inference.sampling import stream_seed, uniform
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModuleConfig
+from realhf.models.modules import module_of, named_tensors
 from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.nn.linear import Weight
 from realhf.nn.parameters import ShardedParameters
@@ -54,7 +53,8 @@ class ModuleParameters(ShardedParameters):
             weight: Tensor = view
             if names[0] in trained:
                 if tensor.dim() == 0:  # A single number stays one.
-                    self._by_layer[0][names[0]] = self._weight_of[names[0]] = Weight(view, requires_grad=False)
+                    self._weight_of[names[0]] = Weight(view, requires_grad=False)
+                    self._by_layer[0][names[0]] = self._weight_of[names[0]]
                 weight = self.of_layer(0)[names[0]]
             elif isinstance(tensor, torch.nn.Parameter):
                 weight = torch.nn.Parameter(view, requires_grad=False)
@@ -166,7 +166,7 @@ class ModuleEngine(Engine):
         columns = self._call(call, function, rows.to(self.groups.world.device), beside)
         if not isinstance(columns, Mapping):
             raise UserError(
-                f"call {call.name!r} returned {type(columns).__name__}: it must return a dict of tensors by key")
+                f"call {call.name!r} returned {type(columns).__name__}: it must be a dict of tensors by key")
         return columns
 
     def _call(
@@ -184,8 +184,8 @@ class ModuleEngine(Engine):
         except Exception as error:
             if isinstance(error, KeyError) and error.args and error.args[0] not in rows.fields:
                 legal = ", ".join(rows.fields) or "none"
-                raise UserError(
-                    f"call {call.name!r} reads the column {error.args[0]!r}: its columns are {legal}") from error
+                what = f"reads the column {error.args[0]!r}: its columns are {legal}"
+                raise UserError(f"call {call.name!r} {what}") from error
             raise UserError(f"call {call.name!r} raised {described(error)}") from error
 
     def _compute_grads(
@@ -275,6 +275,6 @@ def _column(values: Any, key: str, call: str, count: int) -> Any:
     if not isinstance(values, Tensor | Packed) or not getattr(values, "shape", True) or len(values) != count:
         has = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise UserError(
-            f"call {call!r}: column {key!r} must be a tensor with one entry for each of the {count} rows, and "
-            f"is {has}")
+            f"call {call!r}: column {key!r} must be a tensor with one entry for each of the {count} rows, "
+            f"and is {has}")
     return values

@@ -532,7 +532,7 @@ class ModuleConfig(ModelConfig):
     def of(cls, module: Callable[..., Any], arguments: Mapping[str, Any], *, draw: int = 0) -> "ModuleConfig":
         """Return the config. Raises ValueError unless the module can be called and the arguments are JSON."""
         if not callable(module):
-            raise ValueError(f"module is {shown(module)}: it must be a class or function that returns a module")
+            raise ValueError(f"module is {shown(module)}: it must be a class of modules, or return one")
         try:
             given = json.dumps(dict(arguments), sort_keys=True)
         except (TypeError, ValueError) as error:
@@ -553,7 +553,8 @@ class ModuleConfig(ModelConfig):
     def check_layout(self, layout: Layout) -> None:
         if layout.strategy.num_ranks != layout.dp or layout.ep > 1:
             raise ValueError(
-                f"layout {layout}: a module is in whole replicas only, as in d{len(layout.ranks)}@{layout.mesh}")
+                f"layout {layout}: a module is in whole replicas only, "
+                f"as in d{len(layout.ranks)}@{layout.mesh}")
 
     def check_generation_layout(self, layout: Layout) -> None:
         raise ValueError("a module does not generate tokens: ask it in a forward call (HostFunction.asks)")

@@ -19,6 +19,7 @@ from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy, even_split
 from realhf.models.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
+from realhf.models.model_config import ModuleConfig
 from realhf.planner.links import RankGroups, rank_groups
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload
@@ -67,6 +68,8 @@ def call_cost(
 ) -> CallCost:
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
     strategy = call_plan.layout.strategy
+    if isinstance(role.config, ModuleConfig):
+        return _module_cost(rates, call, role, workload, strategy)
     workload = workload.under(call_plan)
     estimate = _Estimate(rates, role, workload, call_plan, strategy, rank_groups(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
@@ -92,6 +95,19 @@ def call_cost(
         by_cause[_ENVIRONMENTS] = waits * workload.runs
     cost = CallCost(seconds, by_cause, cost.num_micro_batches, cost.mean_share)
     return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
+
+
+def _module_cost(
+    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, strategy: ParallelStrategy
+) -> CallCost:
+    """Return the cost of a function on a module: as measured, or else of one product with each parameter and
+    row, at the device's peak."""
+    seconds = workload.seconds_on(strategy.dp)
+    if not seconds:
+        products = 6 * workload.epochs if call.kind == "train_step" else 2
+        peak = rates.cluster.peak_flops.get(role.dtype) or min(rates.cluster.peak_flops.values())
+        seconds = products * role.spec.numel * workload.num_samples * workload.runs / strategy.dp / peak
+    return CallCost(seconds, {"compute": seconds})
 
 
 def offloaded(

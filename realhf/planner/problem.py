@@ -16,7 +16,8 @@ from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig, adapter_spec
-from realhf.models.model_config import MegatronConfig, ModelConfig, TransformersConfig
+from realhf.models.model_config import MegatronConfig, ModelConfig, ModuleConfig, TransformersConfig
+from realhf.models.modules import module_spec
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.planner.lengths import Lengths, RoundStatistics, geometric, steady_round
 from realhf.planner.slowest_replica import ScoringTime
@@ -28,7 +29,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 @lru_cache(maxsize=64)
 def parameter_table(config: ModelConfig) -> ModelSpec:
     """Return the parameter table of a model; roles with equal configs share it."""
-    return model_spec(config)
+    return module_spec(config) if isinstance(config, ModuleConfig) else model_spec(config)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Workload:
     entropy: bool = False
     top_k: int = 0
     """Most probable tokens per token, whose ids and log-probs a forward call finds and a train step reads."""
-    seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
+    seconds: float = 0.0
+    """Duration of a call in plain Python, or of functions on a module, on one rank in all of its runs."""
     scoring: ScoringTime | None = None  # The time in which such a call scores answers, in addition.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.

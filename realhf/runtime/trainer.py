@@ -135,10 +135,9 @@ class RunData:
         self._device = world.device
         self.context = HostContext(program.experiment.tokenizer_dir())
         is_main = world.rank == 0
-        if is_main:
-            if (tokenizer := self.context.any_tokenizer) is not None:
-                largest = max(tokenizer.get_vocab().values())
-                check_vocabulary(program.roles, largest, tokenizer=self.context.tokenizer_dir)
+        if is_main and (tokenizer := self.context.any_tokenizer) is not None:
+            largest = max(tokenizer.get_vocab().values())
+            check_vocabulary(program.roles, largest, tokenizer=self.context.tokenizer_dir)
         self.is_reader = world.rank in dataset_layout(program.graph, program.plan)
         """Whether this rank reads the dataset."""
         shown = DATASET_KEYS if logs_rollouts else ()

@@ -9,13 +9,13 @@ import networkx as nx
 from realhf.calls import HostFunction
 from realhf.distributed.tags import FIRST_INPUT
 from realhf.engine.hf_factory import class_spec
-from realhf.engine.module_factory import module_spec
 from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import adapter_spec
 from realhf.models.model_config import ModelConfig, ModuleConfig, TransformersConfig
+from realhf.models.modules import module_spec
 from realhf.models.param_spec import ModelSpec, is_sharded, model_spec
 from realhf.realloc.schedule import moves_nothing
 

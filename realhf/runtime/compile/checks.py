@@ -155,8 +155,8 @@ def check_asks(graph: DataflowGraph, parts: Mapping[str, Sequence[str]]) -> None
                 raise ValueError(f"call {call.name!r} asks {name!r}: both must be in one part")
             if nx.has_path(graph.nx_graph, call.name, name) or nx.has_path(graph.nx_graph, name, call.name):
                 raise ValueError(
-                    f"call {call.name!r} asks {name!r}: neither may need an output of the other, as they run at "
-                    "the same time")
+                    f"call {call.name!r} asks {name!r}: neither may need an output of the other, as they run "
+                    "at the same time")
 
 
 def check_inputs(graph: DataflowGraph) -> None:
@@ -317,7 +317,7 @@ def _check_model(name: str, role: Role) -> None:
 def _check_export(name: str, role: Role) -> None:
     """Raise ValueError if a module's role names a directory without an export."""
     if role.model and not (Path(role.model) / "model.safetensors").is_file():
-        raise ValueError(f"{name}.model {role.model!r} has no model.safetensors: give an export of such a role")
+        raise ValueError(f"{name}.model {role.model!r} has no model.safetensors: give an export of a module")
 
 
 def _check_dtype(name: str, role: Role) -> None:

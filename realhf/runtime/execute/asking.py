@@ -25,9 +25,14 @@ _UNDER_WAY = 64
 class Later:
     """An answer that may be under way."""
 
-    def __init__(self, receive: Callable[[], Answer]) -> None:
+    def __init__(self, receive: Callable[[], Answer], *, answer: Answer | None = None) -> None:
         self._receive = receive
-        self._answer: Answer | None = None
+        self._answer = answer
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `result` need not wait."""
+        return self._answer is not None
 
     def result(self) -> Answer:
         """Return the answer; wait until it is there."""
@@ -67,8 +72,7 @@ class Asker:
             raise UserError(f"context.ask({call!r}): columns must have the same number of rows: {sizes}")
         batch = Batch(list(range(next(iter(sizes.values())))), dict(rows))
         if (rank := ask.answering(self._world.rank)) == self._world.rank:
-            answer = _answer(self._engines, ask, batch)
-            return Later(lambda: answer)
+            return Later(dict, answer=_answer(self._engines, ask, batch))
         self._send(rank, batch, ask.tag)
         self._open[call].append(later := Later(lambda: self._receive(later, ask, rank)))
         return later
@@ -128,6 +132,6 @@ def _answer(engines: EngineStore, ask: Ask, rows: Batch) -> Answer:
         if not isinstance(column, Tensor) or len(column) != len(rows):
             has = f"{len(column)} entries" if isinstance(column, Tensor) else type(column).__name__
             raise UserError(
-                f"call {ask.call.name!r} answers {has} of {key!r}: it must be a tensor with one entry for each "
-                f"of the {len(rows)} rows")
+                f"call {ask.call.name!r} answers {has} of {key!r}: it must be a tensor with one entry for "
+                f"each of the {len(rows)} rows")
     return {key: column.cpu() for key, column in answer.items()}

@@ -310,9 +310,10 @@ def _module_card(name: str, role: Role, *, method: str, step: int) -> str:
     made = role.config().to_hf()
     how = f"`{made['module']}` with the arguments {json.dumps(made['arguments'])}"
     origin = f"`{role.model}`" if role.model else "random weights"
+    steps = f"{step} step{'s' * (step > 1)}"
     return (
-        f"# {name}\n\nThe {name} of a {method} run of realhf after {step} step{'s' * (step > 1)}, from {origin}. It is "
-        f"{how}; `load_state_dict` takes the tensors of model.safetensors.\n")
+        f"# {name}\n\nThe {name} of a {method} run of realhf after {steps}, from {origin}. It is {how}; "
+        "`load_state_dict` takes the tensors of model.safetensors.\n")
 
 
 def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:

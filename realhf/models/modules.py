@@ -6,7 +6,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from realhf.engine.hf_factory import named_tensors
 from realhf.errors import described
 from realhf.models.model_config import ModuleConfig
 from realhf.models.param_spec import InFile, ModelSpec, ParamSpec
@@ -23,10 +22,21 @@ def module_of(config: ModuleConfig, *, seed: int = 0, dtype: str = "float32", de
         try:
             module = config.module(**json.loads(config.arguments))
         except Exception as error:
-            raise ValueError(f"{config.name} cannot be made with {config.arguments}: {described(error)}") from error
+            what = f"{config.name} cannot be made with {config.arguments}"
+            raise ValueError(f"{what}: {described(error)}") from error
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"{config.name} returned {type(module).__name__}: it must return a torch.nn.Module")
     return module.to(getattr(torch, dtype))
+
+
+def named_tensors(module: Any) -> list[tuple[list[str], Any]]:
+    """Return the floating-point tensors of the state dict, each with all of its names."""
+    tensors: dict[int, tuple[list[str], Any]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            names, _ = tensors.setdefault(id(tensor), ([], tensor))
+            names.append(name)
+    return list(tensors.values())
 
 
 def module_spec(config: ModuleConfig) -> ModelSpec:

@@ -1,0 +1,280 @@
+"""Roles of any module: training against a plain loop of torch, and the same numbers under every plan."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from realhf import (
+    ArrayDataset,
+    DataflowGraph,
+    ForwardFunction,
+    FunctionCall,
+    HostFunction,
+    ModuleRole,
+    TrainFunction,
+)
+from realhf.data.loader import make_loader
+from realhf.data.order import row_order
+from realhf.distributed.world import World
+from realhf.execution_plan import ExecutionPlan
+from realhf.models.model_config import ModuleConfig
+from realhf.models.modules import module_of, module_spec
+from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.trainer import Trainer
+from tests.cli_tools import TIMED
+from tests.control.modules import (
+    Net,
+    Policy,
+    Recurrent,
+    Regression,
+    act,
+    data,
+    experiment,
+    play,
+    squared_error,
+)
+
+PLANS = {
+    "regression": [{"net_train": "d4@0-3"}, {"net_train": "d3@3,1,2"}],
+    "actor_critic": [
+        {"value": "d1@1", "critic_train": "d2@0-1", "actor_train": "d1@1", "temperature_train": "d1@0"},
+        {"value": "d2@0-1", "show": "d1@2", "critic_train": "d1@3", "actor_train": "d4@0-3",
+         "temperature_train": "d1@1"}],
+    "player": [
+        {"play": "d1@0", "act": "d1@1", "actor_train": "d1@1"},
+        {"play": "d1@0", "act": "d2@0,3", "actor_train": "d2@1-2"}],
+}
+
+
+def trained(world, kind: str, layouts: dict[str, str] | None, settings: dict) -> list[dict]:
+    """Run an experiment under a plan, and return its metrics."""
+    made = experiment(kind, **settings)
+    plan = {call.name: {"layout": "d1@0"} for call in made.graph().calls}
+    plan |= {name: {"layout": layout, "micro_batch_tokens": 5} for name, layout in (layouts or {}).items()}
+    program = compile_program(made, ExecutionPlan.from_dict({"calls": plan}), world_size=world.size)
+    return Trainer(program, world, quiet=True).run().metrics
+
+
+def assert_equal(metrics: list[dict], expected: list[dict]) -> None:
+    assert len(metrics) == len(expected) > 0
+    for ours, theirs in zip(metrics, expected, strict=True):
+        names = [name for name in theirs if not name.startswith((*TIMED, "realloc"))]
+        assert any(name.endswith("/loss") for name in names)
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize(("kind", "lag", "layouts"), [
+    *((kind, 0, layouts) for kind, plans in PLANS.items() for layouts in plans),
+    *(("player", 1, layouts) for layouts in PLANS["player"])])
+def test_plans_do_not_change_results(pool, kind, lag, layouts):
+    """Copies of roles that are read, averages, buffers, noise, and answers on other ranks are the same."""
+    settings = {"max_lag": lag}
+    expected = trained(World(), kind, None, settings)
+    assert_equal(pool.run(trained, kind, layouts, settings)[0], expected)
+    assert expected[0] != expected[-1]
+
+
+def test_lag_is_that_of_the_weights_that_answer():
+    runs = {lag: trained(World(), "player", None, {"max_lag": lag}) for lag in (0, 1)}
+    versions = {lag: [metrics.get("play/version") for metrics in run] for lag, run in runs.items()}
+    assert versions == {0: [0, 1, 2, 3], 1: [0, 1, 2, None]}  # Step 1 plays twice, and the last one never.
+
+
+def plain_loop(module: torch.nn.Module, steps: int) -> list[float]:
+    """Train with torch's own AdamW on the rows that the run reads, in its mini-batches."""
+    columns = data()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        order = row_order(60, start=12 * step, count=12, seed=0, shuffle=True)
+        of_step = []
+        for _ in range(2):
+            for rows in (order[:6], order[6:]):
+                loss = (module(columns["x"][rows]) - columns["y"][rows]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                of_step.append(loss.item())
+        losses.append(sum(of_step) / 4)
+    return losses
+
+
+@pytest.mark.parametrize("module", [Net, Recurrent])
+def test_training_is_that_of_a_plain_loop(module, tmp_path):
+    reads = squared_error
+    if module is Recurrent:
+        reads = lambda net, batch: (net(batch["x"][:, None]) - batch["y"]).square()  # noqa: E731
+    made = Regression(
+        module=module, dataset=ArrayDataset(data()), batch_size=12, steps=4,
+        work=TrainFunction(reads, minibatches=2, epochs=2))
+    program = compile_program(made, None, world_size=1)
+    result = Trainer(program, World(), out=tmp_path, quiet=True).run()
+    config = ModuleConfig.of(module, {})
+    reference = module_of(config, seed=0).double()
+    if module is Recurrent:
+        wrapped = torch.nn.Module()
+        wrapped.inner = reference
+        wrapped.forward = lambda x: reference(x[:, None])
+        expected = plain_loop(wrapped, 4)
+    else:
+        expected = plain_loop(reference, 4)
+    assert [m["net/loss"] for m in result.metrics] == pytest.approx(expected, rel=1e-12)
+    exported = load_file(tmp_path / "hf/step_4/model.safetensors")
+    fresh = module().double()
+    fresh.load_state_dict(exported)
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(exported[name], tensor, rtol=1e-12, atol=1e-12)
+    again = Regression(
+        module=module, settings={"model": str(tmp_path / "hf/step_4")}, dataset=ArrayDataset(data()),
+        batch_size=12, steps=1, work=made.work)
+    first = Trainer(compile_program(again, None, world_size=1), World(), quiet=True).run().metrics[0]
+    assert first["net/loss"] < result.metrics[0]["net/loss"]
+
+
+def test_weighted_means_are_over_the_weights():
+    seen = []
+
+    def error(net, batch):
+        loss = (net(batch["x"]) - batch["y"]).square()
+        seen.append((loss.detach(), batch["reward"].abs()))
+        return loss
+
+    def weights(batch, context):
+        return {"weight": batch["reward"].abs()}
+
+    made = experiment("regression", steps=1)
+    whole = DataflowGraph((
+        FunctionCall("weights", inputs=("reward",), outputs=("weight",), work=HostFunction(weights)),
+        FunctionCall(
+            "net_train", role="net", inputs=("x", "y", "reward", "weight"),
+            work=TrainFunction(error, weights="weight"))), inputs=("x", "y", "reward"))
+    made.graph = lambda: whole
+    (metrics,) = Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run().metrics
+    loss, weight = seen[0]
+    assert metrics["net/loss"] == pytest.approx(float((loss * weight).sum() / weight.sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["actor_critic", "player"])
+def test_resume_is_exact(kind, tmp_path):
+    def run(name: str, steps: int):
+        program = compile_program(
+            experiment(kind, steps=steps, checkpoint_every=2, keep_checkpoints=9), None, world_size=1)
+        out = tmp_path / name
+        start = newest_checkpoint(World(), [*(out / "checkpoints").glob("step_*")])
+        Trainer(program, World(), out=out, checkpoint=start, quiet=True).run()
+        exported = sorted((out / f"hf/step_{steps}").rglob("*.safetensors"))
+        return [load_file(path) for path in exported]
+
+    expected = run("whole", 5)
+    run("cut", 2)
+    resumed = run("cut", 5)
+    assert len(resumed) == len(expected) > 0
+    for ours, theirs in zip(resumed, expected, strict=True):
+        for name in theirs:
+            assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_module_has_all_of_its_parameters_and_buffers():
+    spec = module_spec(ModuleConfig.of(Net, {"inputs": 3}))
+    module = Net(3)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    assert {param.name: param.shape for param in spec.params} == shapes
+    assert [p.name for p in spec.params if not p.trainable] == ["seen"]
+
+
+def raises(net, batch):
+    raise RuntimeError("not today")
+
+
+REFUSALS = [
+    ({"inputs": ("x", "z"), "graph_inputs": ("x", "z")}, "dataset .* has no column 'z', which the graph"),
+    ({"work": TrainFunction(lambda net, batch: net(batch["x"]) - batch["z"])}, "reads the column 'z'.*x, y"),
+    ({"work": TrainFunction(lambda net, batch: net(batch["x"]).mean())}, r"losses must .* \(12,\), and is"),
+    ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), {"m": batch["x"]}))}, r"metric 'm' .*12, 5"),
+    ({"work": TrainFunction(raises)}, "call 'net_train' raised RuntimeError: not today"),
+    ({"work": TrainFunction(lambda net: net)}, "cannot be called with two arguments, the module and the"),
+    ({"work": TrainFunction(squared_error, weights="w")}, "weights is 'w': it must be one of its inputs, x"),
+    ({"work": TrainFunction(squared_error, noise={"x": (1,)})}, "noise has 'x', which is an input"),
+    ({"settings": {"arguments": {"inputs": "five"}}}, "tests.control.modules.Net cannot be made with"),
+    ({"settings": {"model": "nowhere"}}, "net.model 'nowhere' has no model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), REFUSALS)
+def test_faults_are_sentences(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        made = experiment("regression", steps=1, **settings)
+        Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run()
+
+
+@pytest.mark.parametrize("layout", ["t2@0-1", "p2@0-1", "c2@0-1"])
+def test_only_replicas_are_legal(layout):
+    plan = ExecutionPlan.from_dict({"calls": {"net_train": {"layout": layout}}})
+    with pytest.raises(ValueError, match="calls.net_train: layout .*: a module is in whole replicas only"):
+        compile_program(experiment("regression"), plan, world_size=2)
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"module": None}, "module is not given"),
+    ({"dtype": "bfloat16"}, "dtype is bfloat16: it must be float32 or float64"),
+    ({"optimizer": replace(experiment("regression").roles()["net"].optimizer, lr=None)}, "lr is not given"),
+    ({"arguments": {"inputs": object()}}, "arguments must be JSON values"),
+])
+def test_roles_of_modules_are_checked(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ModuleRole(**{"module": Net} | change)
+
+
+ASK = FunctionCall("act", role="actor", inputs=("dataset_row",), work=ForwardFunction(act))
+
+
+@pytest.mark.parametrize(("asks", "call", "sentence"), [
+    (("acts",), ASK, "asks 'acts': it must be a call with a ForwardFunction, and there are act"),
+    (("act",), replace(ASK, outputs=("actions2",)), "call 'act' has outputs, and call 'play' asks it"),
+    (("act",), replace(ASK, inputs=("states",)), "neither may need an output of the other"),
+])
+def test_questions_are_checked(asks, call, sentence):
+    made = experiment("player")
+    graph = made.graph().replace(
+        FunctionCall(
+            "play", inputs=("dataset_row",), outputs=("states", "actions"),
+            work=HostFunction(play, asks=asks)), call)
+    made.graph = lambda: graph
+    with pytest.raises(ValueError, match=sentence):
+        compile_program(made, None, world_size=1)
+
+
+def test_arrays_are_read_in_the_order_of_rows(tmp_path):
+    columns = data(7)
+    loader = make_loader(
+        ArrayDataset(columns), keys=("x", "dataset_row"), tokenizer=None, group_size=2, seed=5)
+    batch = loader.batch([0, 1, 2, 9, 4])
+    places = (0, 0, 1, 1, 2, 2, 9, 9, 4, 4)
+    rows = [row_order(7, start=place, count=1, seed=5, shuffle=True)[0] for place in places]
+    assert batch["dataset_row"].tolist() == rows
+    assert torch.equal(batch["x"], columns["x"][rows])
+    assert batch.ids == [0, 1, 2, 3, 4, 5, 18, 19, 8, 9]
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    ({"path": {"x": torch.zeros(3), "y": torch.zeros(4)}}, "columns of different lengths"),
+    ({"path": {"x": ["a"]}}, "must be an array of numbers"),
+    ({}, "num_rows is 0: it must be above 0 without a path"),
+])
+def test_faults_of_arrays_are_sentences(given, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence) if "(" in sentence else sentence):
+        ArrayDataset(**given)
+
+
+def test_roles_begin_with_equal_weights_unless_drawn_differently():
+    weights = [
+        module_of(ModuleConfig.of(Policy, {}, draw=draw), seed=seed).net.weight
+        for draw, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[3])
