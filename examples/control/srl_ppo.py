@@ -26,14 +26,14 @@ def make(task: str) -> gymnasium.Env:
     import ale_py
 
     gymnasium.register_envs(ale_py)
-    game = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(task, frameskip=1), noop_max=30)
+    game = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(task, frameskip=1))
     return gymnasium.wrappers.FrameStackObservation(game, 4)
 
 
 def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> Linear:
     made = Linear(inputs, outputs)
-    torch.nn.init.orthogonal_(made.weight, gain)
     torch.nn.init.zeros_(made.bias)
+    torch.nn.init.orthogonal_(made.weight, gain)
     return made
 
 
@@ -72,11 +72,9 @@ class Agent(Module):
 
 def act(agent, batch):
     outputs, logits_or_std, value = agent(batch["observation"])
+    action = outputs + logits_or_std * batch["noise"]
     if agent.discrete:  # The noise is uniform: take the action at which it falls in the distribution.
-        action = (logits_or_std.exp().cumsum(-1) < batch["noise"]).sum(-1, keepdim=True)
-        action = action.clamp(max=outputs.shape[-1] - 1)
-    else:
-        action = outputs + logits_or_std * batch["noise"]
+        action = (logits_or_std.exp().cumsum(-1)[:, :-1] < batch["noise"]).sum(-1, keepdim=True)
     return {"action": action, "logprob": agent.logprob(outputs, logits_or_std, action)[0], "value": value}
 
 
@@ -91,15 +89,16 @@ class Rollout:
         ppo = self.ppo
         if self.source is None:
             self.source = VectorSource(
-                partial(make, ppo.task), ppo.num_envs, ring=ppo.ring, seed=ppo.seed, processes=ppo.processes,
-                state=context.state.get("source"))
-            self.scale = context.state.get("scale") or {"count": 1e-4, "mean": 0.0, "var": 1.0}
-        rng = np.random.default_rng([ppo.seed, context.step])
+                ppo.envpool or partial(make, ppo.task), ppo.num_envs, ring=ppo.ring, seed=ppo.seed,
+                processes=ppo.processes, state=context.state.get("source"))
+            self.scale = context.state.get("scale") or {"plays": 0, "count": 1e-4, "mean": 0.0, "var": 1.0}
+        rng = np.random.default_rng([ppo.seed, self.scale["plays"]])
+        self.scale["plays"] += 1
 
         def ask(now):
             shape = (len(now), 1 if ppo.discrete else ppo.action.shape[0])
             noise = rng.random(shape) if ppo.discrete else rng.standard_normal(shape)
-            rows = {"observation": self.normalized(now).astype(ppo.dtype), "noise": noise.astype(ppo.dtype)}
+            rows = {"observation": self.normalized(now), "noise": noise.astype(ppo.dtype)}
             return rows, context.ask_later("act", {key: torch.from_numpy(row) for key, row in rows.items()})
 
         columns, last, returns = self.source.roll(ppo.horizon, ask, lambda action: (
@@ -111,19 +110,19 @@ class Rollout:
         segments = {
             key: column.swapaxes(0, 1).reshape(-1, ppo.segment, *column.shape[2:])
             for key, column in columns.items() if key in COLUMNS}
-        metrics = {"return/mean": float(np.mean(returns))} if returns else {}
-        return segments, metrics | {"version": context.version("act"), "frames": context.step * ppo.frames}
+        metrics = {"version": context.version("act"), "frames": self.scale["plays"] * ppo.frames}
+        return segments, metrics | ({"return/mean": float(np.mean(returns))} if returns else {})
 
     def normalized(self, now):
         """Return observations less their mean so far, divided by their deviation; pixels as they are."""
-        if now.ndim > 2 or not self.ppo.normalize:
+        if now.ndim > 2:
             return now
         count, mean, var = self.scale["count"], np.array(self.scale["mean"]), np.array(self.scale["var"])
         total, delta = count + len(now), now.mean(0) - mean
         var = (var * count + now.var(0) * len(now) + delta**2 * count * len(now) / total) / total
         mean = mean + delta * len(now) / total
         self.scale |= {"count": total, "mean": mean.tolist(), "var": var.tolist()}
-        return ((now - mean) / np.sqrt(var + 1e-8)).clip(-10, 10)
+        return ((now - mean) / np.sqrt(var + 1e-8)).clip(-10, 10).astype(self.ppo.dtype)
 
     def advantages(self, columns, following):
         """Return generalised advantage estimates (Schulman et al. 2016)."""
@@ -131,9 +130,9 @@ class Rollout:
         advantage = np.zeros_like(following)
         for t in reversed(range(self.ppo.horizon)):
             going_on = 1 - columns["done"][t].astype(made.dtype)
-            delta = self.ppo.reward_scale * columns["reward"][t] - columns["value"][t]
-            delta += self.ppo.gamma * following * going_on
-            made[t] = advantage = delta + self.ppo.gamma * self.ppo.lam * going_on * advantage
+            gain = self.ppo.reward_scale * columns["reward"][t] + self.ppo.gamma * following * going_on
+            advantage = gain - columns["value"][t] + self.ppo.gamma * self.ppo.lam * going_on * advantage
+            made[t] = advantage
             following = columns["value"][t]
         return made
 
@@ -145,10 +144,9 @@ def ppo_loss(agent, batch, clip: float, entropy_coef: float):
     ratio = (logprob - flat["logprob"]).exp()
     gain = torch.minimum(ratio * flat["advantage"], ratio.clamp(1 - clip, 1 + clip) * flat["advantage"])
     loss = -gain + 0.25 * (value - flat["target"]).square() - entropy_coef * entropy
-    clipped = (ratio - 1).abs() > clip
-    metrics = {"entropy": entropy, "approx_kl": ratio - 1 - ratio.log(), "clip_fraction": clipped}
-    rows = len(batch)
-    return loss.view(rows, -1).mean(1), {k: m.to(loss).view(rows, -1).mean(1) for k, m in metrics.items()}
+    metrics = {"entropy": entropy, "kl": ratio - 1 - ratio.log(), "clip_fraction": (ratio - 1).abs() > clip}
+    metrics = {name: metric.to(loss).view(len(batch), -1).mean(1) for name, metric in metrics.items()}
+    return loss.view(len(batch), -1).mean(1), metrics
 
 
 @dataclass
@@ -156,6 +154,7 @@ class PPO(r.Experiment):
     """PPO (Schulman et al. 2017) with the usual settings of MuJoCo tasks."""
 
     task: str = "HalfCheetah-v5"
+    envpool: str = ""  # Name of the same task in EnvPool, whose environments step in threads.
     num_envs: int = 16
     ring: int = 2  # Slices of the environments that take turns.
     processes: bool = True  # Whether each environment has a process of its own.
@@ -169,7 +168,6 @@ class PPO(r.Experiment):
     clip: float = 0.2
     entropy_coef: float = 0.0
     reward_scale: float = 0.1
-    normalize: bool = True
     dtype: str = "float32"
 
     def __post_init__(self):
@@ -190,8 +188,7 @@ class PPO(r.Experiment):
 
     def graph(self):
         loss = partial(ppo_loss, clip=self.clip, entropy_coef=self.entropy_coef)
-        work = r.TrainFunction(
-            loss, minibatches=self.minibatches, epochs=self.epochs, shuffle_minibatches=True, seed=self.seed)
+        work = r.TrainFunction(loss, self.minibatches, self.epochs, shuffle_minibatches=True, seed=self.seed)
         play = r.HostFunction(Rollout(self), asks=("act",))
         return r.DataflowGraph((
             r.FunctionCall("play", inputs=("dataset_row",), outputs=COLUMNS, work=play),

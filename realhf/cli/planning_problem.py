@@ -309,8 +309,9 @@ def problem_of(
     check_graph(experiment, graph, experiment.roles())
     if not any(call.role for call in graph.calls):
         raise ValueError("the graph has no calls on models: there is nothing to plan")
-    if unused := [name for name in roles if not graph.of_role(name)]:
+    if unused := [name for name in roles if not graph.using(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
+    roles = {name: role for name, role in roles.items() if graph.of_role(name)}
     for name, seconds in experiment.expected.call_seconds.items():
         if name not in [call.name for call in graph.calls]:
             there_are = ", ".join(call.name for call in graph.calls)

@@ -38,6 +38,10 @@ _ENVIRONMENTS = "environments"
 """The cause of the seconds by which waits for environments make a generation longer."""
 
 
+_FUNCTION_SECONDS = 1e-3
+"""Seconds of each call of a user's function on a module, besides products."""
+
+
 @dataclass(frozen=True)
 class CallCost:
     """Seconds of one call, also by cause: `compute`, `tensor parallel`, `pipeline`, and so on.
@@ -69,7 +73,7 @@ def call_cost(
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
     strategy = call_plan.layout.strategy
     if isinstance(role.config, ModuleConfig):
-        return _module_cost(rates, call, role, workload, strategy)
+        return _module_cost(rates, call, role, workload, call_plan)
     workload = workload.under(call_plan)
     estimate = _Estimate(rates, role, workload, call_plan, strategy, rank_groups(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
@@ -98,16 +102,21 @@ def call_cost(
 
 
 def _module_cost(
-    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, strategy: ParallelStrategy
+    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, call_plan: CallPlan
 ) -> CallCost:
     """Return the cost of a function on a module: as measured, or else of one product with each parameter and
-    row, at the device's peak."""
+    row, at the device's peak; and of each time that it is called."""
+    strategy = call_plan.layout.strategy
+    rows = workload.most_samples(call.kind, strategy.dp)
+    parts = -(-rows // call_plan.micro_batch_tokens)
+    calls = workload.minibatches * workload.epochs * parts
     seconds = workload.seconds_on(strategy.dp)
     if not seconds:
         products = 6 * workload.epochs if call.kind == "train_step" else 2
         peak = rates.cluster.peak_flops.get(role.dtype) or min(rates.cluster.peak_flops.values())
         seconds = products * role.spec.numel * workload.num_samples * workload.runs / strategy.dp / peak
-    return CallCost(seconds, {"compute": seconds})
+    overhead = _FUNCTION_SECONDS * calls * workload.runs
+    return CallCost(seconds + overhead, {"compute": seconds, _HOST: overhead}, parts)
 
 
 def offloaded(

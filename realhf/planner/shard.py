@@ -18,7 +18,7 @@ from realhf.devices.chunk_sizes import SMALL_PRODUCT
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import cached_heads
 from realhf.models.lora import LoraConfig, adapter_spec
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, ModuleConfig
 from realhf.models.param_spec import ModelSpec, ParamSpec, chunk_body, region_size
 from realhf.planner.problem import ModelRole, parameter_table
 from realhf.realloc.schedule import STAGING_BYTES
@@ -197,8 +197,16 @@ def _last_layer(config: ModelConfig) -> list[ParamSpec]:
 
 @lru_cache(maxsize=1 << 12)
 def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
-    """Return the widths of the last layer on the fullest of `tp` ranks."""
+    """Return the widths of the last layer on the fullest of `tp` ranks.
+
+    Those of a module are not known; all of its outputs count as `mlp`.
+    """
     c = config
+    if isinstance(config, ModuleConfig):
+        outputs = sum(param.shape[0] for param in _table(config).params if len(param.shape) > 1)
+        return Widths(
+            hidden=1, num_heads=1, qkv=0, latents=0, rotated=0, attention=0, cached=0, mlp=outputs, experts=0,
+            norms=0, routed=0, vocabulary=1, head_dim=1)
     table = _last_layer(config)
     rows: dict[str, int] = {}
     for param in table:
