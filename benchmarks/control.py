@@ -1,11 +1,11 @@
 """PPO on environments: the ring, and frames per second beside a loop in CleanRL's manner with EnvPool.
 
     python benchmarks/control.py ring
-    python benchmarks/control.py speed --rounds 3 --seconds 20
+    python benchmarks/control.py speed --rounds 3 --steps 6
 
 `ring` plays with an environment that takes 5 ms for a step, in rings of 1 to 8 slices. `speed` trains both
 sides on HalfCheetah in turns, with the same network, environments and settings; the other loop is written as
-CleanRL's PPO is. One process, whose environments step in processes (ring) or in the threads of EnvPool (speed).
+CleanRL's PPO is. One process, whose environments step in processes (ring) or in threads of EnvPool (speed).
 """
 
 import json
@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,22 @@ class Slow(gymnasium.Env):
 gymnasium.register("Slow-v0", Slow)
 
 
-def run(ppo: Any) -> list[dict[str, float]]:
-    """Run an experiment in this process, and return its metrics."""
-    return Trainer(compile_program(ppo, None, world_size=1), World(), quiet=True).run().metrics
+def run(ppo: Any) -> tuple[float, float]:
+    """Run an experiment in this process; return its frames per second, and per second of the processor, of
+    all steps but the first, which starts the environments."""
+    clocks: list[tuple[float, float]] = []
+    ppo.on_step = lambda event: clocks.append(_clocks())
+    Trainer(compile_program(ppo, None, world_size=1), World(), quiet=True).run()
+    return _rates(ppo, clocks)
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _rates(ppo: Any, clocks: list[tuple[float, float]]) -> tuple[float, float]:
+    frames = ppo.frames * (len(clocks) - 1)
+    return frames / (clocks[-1][0] - clocks[0][0]), frames / (clocks[-1][1] - clocks[0][1])
 
 
 @dataclass
@@ -74,10 +87,11 @@ class Ring:
             ppo = example.PPO(
                 task="Slow-v0", ring=ring, num_envs=self.size * ring, horizon=self.horizon, steps=self.steps,
                 epochs=1, minibatches=1)
-            metrics = run(ppo)[1:]  # The first step starts the processes.
-            seconds = statistics.median(m["timing_s/play"] for m in metrics)
-            speeds[ring] = ppo.frames / seconds
-            print(f"ring {ring}: {speeds[ring]:,.0f} frames/s, {speeds[ring] / speeds[1]:.2f} x", flush=True)
+            speeds[ring], of_processor = run(ppo)
+            gain = f"{speeds[ring] / speeds[1]:.2f} x"
+            print(
+                f"ring {ring}: {speeds[ring]:,.0f} frames/s, {gain}; {of_processor:,.0f} per second of the "
+                "processor in this process", flush=True)
         gain = max(speeds.values()) / speeds[1]
         print(json.dumps({"frames_per_s": speeds, "gain": gain, "goal": GOAL, "reached": gain >= GOAL}))
         return int(gain < GOAL)
@@ -92,42 +106,38 @@ class Speed:
 
     def __call__(self) -> int:
         example = execute_file(EXAMPLE, name="srl_ppo_benchmark")
-        torch.set_num_threads(2)
+        torch.set_num_threads(1)
         sides = {
-            "ours, ring 2": lambda: ours(example, ring=2, steps=self.steps),
-            "ours, ring 1": lambda: ours(example, ring=1, steps=self.steps),
-            "loop": lambda: loop(example, steps=self.steps)}
-        frames: dict[str, list[float]] = {name: [] for name in sides}
+            "ours, ring 2": lambda: run(example.PPO(**SETTINGS, ring=2, steps=self.steps)),
+            "ours, ring 1": lambda: run(example.PPO(**SETTINGS, ring=1, steps=self.steps)),
+            "loop": lambda: loop(example.PPO(**SETTINGS, ring=1, steps=self.steps), example)}
+        rates: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for number in range(self.rounds):
             for name, side in sides.items():
-                frames[name].append(side())
-                print(f"round {number + 1}, {name}: {frames[name][-1]:,.0f} frames/s", flush=True)
-        medians = {name: statistics.median(values) for name, values in frames.items()}
-        print(json.dumps({"frames_per_s": frames, "median": medians}))
+                rates[name].append(side())
+                each, of_processor = rates[name][-1]
+                print(
+                    f"round {number + 1}, {name}: {each:,.0f} frames/s, {of_processor:,.0f} per second of "
+                    "the processor", flush=True)
+        medians = {
+            name: [statistics.median(pair[i] for pair in pairs) for i in (0, 1)]
+            for name, pairs in rates.items()}
+        print(json.dumps({"rates": rates, "medians": medians}))
         return int(max(medians["ours, ring 2"], medians["ours, ring 1"]) < medians["loop"])
 
 
-def ours(example: Any, *, ring: int, steps: int) -> float:
-    """Return the frames per second of whole training steps, the first left out."""
-    ppo = example.PPO(**SETTINGS, ring=ring, steps=steps)
-    seconds = [m["timing_s/step"] for m in run(ppo)[1:]]
-    return ppo.frames * len(seconds) / sum(seconds)
-
-
-def loop(example: Any, *, steps: int) -> float:
-    """Return the frames per second of a plain loop with the same network and settings."""
+def loop(ppo: Any, example: Any) -> tuple[float, float]:
+    """Return the same rates of a plain loop with the same network and settings."""
     import envpool
 
-    ppo = replace(example.PPO(**SETTINGS, ring=1, steps=steps))
     count, horizon = ppo.num_envs, ppo.horizon
     envs = envpool.make(ppo.envpool, env_type="gymnasium", num_envs=count, seed=0)
     agent = example.Agent(**ppo.roles()["agent"].arguments)
     optimizer = torch.optim.Adam(agent.parameters(), lr=ppo.lr, eps=1e-5)
     now = torch.tensor(envs.reset()[0]).float()
     mean, var, seen = torch.zeros(now.shape[1]), torch.ones(now.shape[1]), 1e-4
-    taken = []
-    for _ in range(steps):
-        begun = time.perf_counter()
+    clocks = []
+    for _ in range(ppo.steps):
         kept: dict[str, list[torch.Tensor]] = defaultdict(list)
         for _ in range(horizon):
             delta, total = now.mean(0) - mean, seen + count
@@ -170,9 +180,9 @@ def loop(example: Any, *, steps: int) -> float:
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
                 optimizer.step()
-        taken.append(time.perf_counter() - begun)
+        clocks.append(_clocks())
     envs.close()
-    return count * horizon * (steps - 1) / sum(taken[1:])
+    return _rates(ppo, clocks)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class ModuleEngine(Engine):
         self, call: FunctionCall, rows: Batch, *, beside: Mapping[str, Engine] = NOTHING_BESIDE
     ) -> Mapping[str, Any]:
         """Return what the function of a forward call returns for some rows: tensors by name."""
-        self.module.eval()
+        _evaluating(self.module)
         function = call.work_as(ForwardFunction).function
         columns = self._call(call, function, rows.to(self.groups.world.device), beside)
         if not isinstance(columns, Mapping):
@@ -176,7 +176,7 @@ class ModuleEngine(Engine):
         modules = {}
         for role, engine in beside.items():
             assert isinstance(engine, ModuleEngine), "calls read module roles only"
-            modules[role] = engine.module.eval()
+            modules[role] = _evaluating(engine.module)
         try:
             return function(self.module, rows, **modules)
         except (FloatingPointError, MemoryError, UserError, torch.OutOfMemoryError):
@@ -242,6 +242,11 @@ class ModuleEngine(Engine):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(stream_seed(self._seed, words) & 0x7FFFFFFFFFFFFFFF)
             yield
+
+
+def _evaluating(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module in evaluation mode. (To set that in all of its parts takes as long as a question.)"""
+    return module.eval() if module.training else module
 
 
 def _micro_batches(batch: Batch, most: int) -> list[Batch]:

@@ -93,6 +93,10 @@ class Episodes(gymnasium.Wrapper):
 class Slice(Protocol):
     """Environments that step together."""
 
+    @property
+    def spaces(self) -> tuple[Any, Any]:
+        """The spaces of one environment's observations and actions."""
+
     def first(self) -> Array:
         """Begin, and return the first observations."""
 
@@ -143,7 +147,7 @@ class GymnasiumSlice:
 
     def restore(self, episodes: Sequence[int], actions: Sequence[Array]) -> Array:
         self._envs.reset()
-        return np.stack(self._envs.call("restored", episodes, actions))
+        return np.stack(getattr(self._envs, "call")("restored", episodes, actions))  # noqa: B009
 
     def close(self) -> None:
         self._envs.close()
@@ -212,13 +216,15 @@ class VectorSource:
             else:
                 makers = [partial(_episodes, make, index=i * size + j, row=j, seed=seed) for j in range(size)]
                 self._slices.append(GymnasiumSlice(makers, processes=processes))
+        self.can_restore = not isinstance(make, str)
+        """Whether `state` says where each environment is; a task of EnvPool begins new episodes."""
         self.observation_space, self.action_space = self._slices[0].spaces
         self._episodes = np.zeros(num_envs, np.int64)
         self._lengths = np.zeros(num_envs, np.int64)
         self._actions = np.zeros((num_envs, 64, *self.action_space.shape), self.action_space.dtype)
         """The actions of the present episode of each environment."""
         self._sent: list[Array | None] = [None] * ring
-        if state is None:
+        if not state:
             self._now = [one.first() for one in self._slices]
         else:
             self._now = self._restored(state)
@@ -229,13 +235,14 @@ class VectorSource:
 
     def send(self, k: int, actions: Array) -> None:
         """Let the environments of slice `k` take a step, which `recv` waits for."""
-        rows = self._rows[k]
-        at = self._lengths[rows]
-        while at.max() >= self._actions.shape[1]:
-            self._actions = np.concatenate([self._actions, np.zeros_like(self._actions)], 1)
         actions = np.asarray(actions, self.action_space.dtype)
-        self._actions[np.arange(rows.start, rows.stop), at] = actions
-        self._lengths[rows] += 1
+        if self.can_restore:
+            rows = self._rows[k]
+            at = self._lengths[rows]
+            while at.max() >= self._actions.shape[1]:
+                self._actions = np.concatenate([self._actions, np.zeros_like(self._actions)], 1)
+            self._actions[np.arange(rows.start, rows.stop), at] = actions
+            self._lengths[rows] += 1
         self._slices[k].send(actions)
 
     def recv(self, k: int) -> Observed:
@@ -292,7 +299,12 @@ class VectorSource:
         return Rolled(columns, {key: np.concatenate([one[key] for one in last]) for key in last[0]}, returns)
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON, the point of its episode at which each environment is, while none takes a step."""
+        """Return, as JSON, the point of its episode at which each environment is, while none takes a step.
+
+        It is empty if the source cannot be restored.
+        """
+        if not self.can_restore:
+            return {}
         actions = [
             base64.b64encode(self._actions[i, :n].tobytes()).decode() for i, n in enumerate(self._lengths)]
         return {"episodes": self._episodes.tolist(), "lengths": self._lengths.tolist(), "actions": actions}

@@ -538,10 +538,9 @@ class ModuleConfig(ModelConfig):
         except (TypeError, ValueError) as error:
             raise ValueError(f"arguments must be JSON values by name: {error}") from error
         name = f"{module.__module__}.{getattr(module, '__qualname__', type(module).__name__)}"
-        sizes = dict.fromkeys(
-            ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-             "head_dim"), 1)
-        return cls("module", **sizes, module=module, name=name, arguments=given, draw=draw)
+        return cls(
+            "module", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1,
+            num_kv_heads=1, head_dim=1, module=module, name=name, arguments=given, draw=draw)
 
     def to_hf(self) -> dict[str, Any]:
         return {"module": self.name, "arguments": json.loads(self.arguments), "draw": self.draw}
