@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from realhf.data.memory_rows import names_files, shown_path, write_arrays, write_rows
 from realhf.data.order import block_counts
 from realhf.user_input.field_types import check_types, require
+from realhf.user_input.files import open_regular
 
 IS_CHOSEN = "is_chosen"
 """Key of a graph that reads preference pairs: whether a sample is the chosen one of its prompt's two. Samples
@@ -153,13 +154,14 @@ class ArrayDataset(DatasetConfig):
         """Return the shapes of the columns. Raises ValueError if the file cannot be read as such a file."""
         if not self.path:
             return {}
-        if not Path(str(self.path)).is_file():
-            raise ValueError(f"dataset: there is no file {self.path}")
+        path = Path(str(self.path))
         try:
-            with safe_open(self.path, framework="numpy") as file:
+            with open_regular(path), safe_open(path, framework="numpy") as file:
                 shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"dataset {self.path} is no safetensors file: {error}") from error
+        except OSError as error:
+            raise ValueError(f"dataset {path} cannot be read: {error.strerror}") from error
+        except SafetensorError as error:
+            raise ValueError(f"dataset {path} is no safetensors file: {error}") from error
         sizes = {shape[:1] for shape in shapes.values()}
         if len(sizes) != 1 or () in sizes or (0,) in sizes:
             raise ValueError(f"dataset {self.path}: all tensors must have as many rows, at least 1")

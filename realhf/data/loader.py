@@ -33,7 +33,7 @@ from realhf.data.rows import RowFault
 from realhf.data.tokenized import MixedRows, TokenizedRows, TokenizedSamples
 from realhf.data.tokenizer_process import try_tokenizer
 from realhf.errors import UserError, shown, warn
-from realhf.user_input.files import require_regular_files
+from realhf.user_input.files import open_regular, require_regular_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -213,7 +213,8 @@ class ArrayLoader:
         """The sizes and check sums of the file, by which a resumed run notices other rows."""
         if not self.config.path:
             return []
-        data = Path(str(self.config.path)).read_bytes()
+        with open_regular(Path(str(self.config.path))) as file:
+            data = file.read()
         sizes = {"rows": self._num_rows, "bytes": len(data), "crc32": zlib.crc32(data)}
         return [{"file": str(self.config.path), **sizes}]
 

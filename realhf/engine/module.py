@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from realhf.calls import ForwardFunction, OptimizerConfig, TrainFunction
@@ -34,6 +35,7 @@ from realhf.models.modules import module_of, named_tensors
 from realhf.models.param_spec import ModelSpec, ParamSpec
 from realhf.nn.linear import Weight
 from realhf.nn.parameters import ShardedParameters
+from realhf.user_input.files import open_regular
 
 
 class ModuleParameters(ShardedParameters):
@@ -78,7 +80,7 @@ class ModuleParameters(ShardedParameters):
             drawn = named_tensors(module_of(_config_of(self.spec), seed=seed))
             tensors = {names[0]: tensor for names, tensor in drawn}
         else:
-            tensors = load_file(directory / "model.safetensors")
+            tensors = _read(directory / "model.safetensors")
         for param in self.spec.params:
             if param.name not in tensors:
                 raise ValueError(f"{directory}/model.safetensors has no tensor {param.name}")
@@ -104,6 +106,16 @@ class ModuleParameters(ShardedParameters):
             mean = self.groups.all.all_reduce(torch.cat(views) * share)
             for view, value in zip(views, mean.split([len(view) for view in views]), strict=True):
                 view.copy_(value)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with open_regular(path) as file:
+            return load(file.read())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
 
 
 def _config_of(spec: ModelSpec) -> ModuleConfig:
