@@ -187,7 +187,7 @@ class ArrayLoader:
     """The rows of an ArrayDataset, as batches whose columns are tensors."""
 
     parts: tuple[TokenizedRows, ...] = ()
-    """It has no tokenised rows."""
+    """Its tokenised rows: none."""
 
     def __init__(self, config: ArrayDataset, *, keys: Sequence[str], group_size: int, seed: int) -> None:
         config.check_keys(keys)
@@ -254,6 +254,11 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 AnyLoader = Loader | MixedLoader | ArrayLoader
+
+
+def tokenized(loader: Loader | MixedLoader | ArrayLoader | None) -> Loader | MixedLoader | None:
+    """Return a loader of texts; None for one of arrays."""
+    return None if isinstance(loader, ArrayLoader) else loader
 
 
 def make_loader(

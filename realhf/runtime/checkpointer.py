@@ -26,7 +26,7 @@ from realhf.checkpoint.run_state import (
     tensor_name,
     write_file,
 )
-from realhf.data.loader import Loader, MixedLoader
+from realhf.data.loader import AnyLoader
 from realhf.distributed import tags
 from realhf.distributed.pieces import Piece
 from realhf.distributed.process import RESCUE
@@ -126,7 +126,7 @@ class Checkpointer:
 
     def __init__(
         self, program: Program, state: RankState, run: StepRunner, directory: Path,
-        *, loader: Loader | MixedLoader | None, data: Mapping[str, Any], sources: Mapping[str, Any],
+        *, loader: AnyLoader | None, data: Mapping[str, Any], sources: Mapping[str, Any],
     ) -> None:
         """Every rank calls this. `directory` is RUN/checkpoints; the rank that reads data has `loader`.
 
@@ -470,7 +470,7 @@ class StartPoint:
 
 def begin(
     checkpoint: Checkpoint | None, program: Program, state: RankState, run: StepRunner,
-    loader: Loader | MixedLoader | None,
+    loader: AnyLoader | None,
 ) -> StartPoint:
     """Read the state of a checkpoint, if there is one, and return where the run begins. Every rank calls it.
 
@@ -496,7 +496,7 @@ def _is_junk(checkpoint: Checkpoint, error: Exception) -> str:
 
 def _restore(
     checkpoint: Checkpoint, program: Program, state: RankState, run: StepRunner,
-    loader: Loader | MixedLoader | None,
+    loader: AnyLoader | None,
 ) -> None:
     manifest = checkpoint.manifest
     models = state.models

@@ -15,7 +15,8 @@ from math import comb, fsum, isnan
 from pathlib import Path
 from typing import Any
 
-from realhf.data.loader import AnyLoader, ArrayLoader, make_loader
+from realhf.data.dataset import ArrayDataset
+from realhf.data.loader import ArrayLoader, Loader, tokenized
 from realhf.distributed import tags
 from realhf.distributed.group import Outbox
 from realhf.distributed.world import World
@@ -189,15 +190,17 @@ class HeldOutRows:
 
 def _make_loader(
     program: Program, world: World, context: HostContext, eval_set: EvaluationProgram
-) -> AnyLoader | None:
+) -> Loader | ArrayLoader | None:
     if world.rank != 0 and world.rank not in dataset_layout(eval_set.graph, eval_set.plan):
         return None
-    loader = make_loader(
-        eval_set.evaluation.dataset, keys=eval_set.graph.inputs, tokenizer=context.any_tokenizer,
-        group_size=eval_set.group_size, seed=program.experiment.seed,
-        row_faults=row_faults_of(eval_set.graph))
-    if not isinstance(loader, ArrayLoader):
-        check_lengths(program.roles, eval_set.graph, loader)
+    config = eval_set.evaluation.dataset
+    settings: dict[str, Any] = {
+        "keys": eval_set.graph.inputs, "group_size": eval_set.group_size, "seed": program.experiment.seed}
+    if isinstance(config, ArrayDataset):
+        return ArrayLoader(config, **settings)
+    loader = Loader(
+        config, tokenizer=context.tokenizer, row_faults=row_faults_of(eval_set.graph), **settings)
+    check_lengths(program.roles, eval_set.graph, loader)
     return loader
 
 
@@ -361,7 +364,8 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
         if (tokenizer := context.any_tokenizer) is not None:
             largest = max(tokenizer.get_vocab().values())
             check_vocabulary(program.roles, largest, tokenizer=context.tokenizer_dir)
-        for sentence in warnings_of(program, None, rows.loaders):
+        held_out = {name: tokenized(loader) for name, loader in rows.loaders.items()}
+        for sentence in warnings_of(program, None, held_out):
             warn(sentence)
     evaluations = Evaluations(program, RankState(world, ModelStore(world, program), context), rows)
     progress = Progress(program, world.process) if world.rank == 0 else None

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from realhf.calls import Generate
 from realhf.checkpoint.hf import Beside
-from realhf.data.loader import AnyLoader, ArrayLoader, make_loader
+from realhf.data.loader import AnyLoader, ArrayLoader, make_loader, tokenized
 from realhf.devices.half_precision import needs_float32
 from realhf.distributed import tags
 from realhf.distributed.group import Outbox, PeerError
@@ -162,14 +162,14 @@ class RunData:
         return loader
 
     def _fingerprints(self) -> dict[str, list[dict[str, Any]]]:
-        loaders = {"dataset": self.loader}
+        loaders: dict[str, AnyLoader | None] = {"dataset": self.loader}
         loaders |= {eval_set.field: self.held_out.loaders[eval_set.name]
                     for eval_set in self._program.evaluations}
         of_arrays = {
             name: loader.fingerprints for name, loader in loaders.items() if isinstance(loader, ArrayLoader)}
         return of_arrays | {
             where: part.fingerprints
-            for name, loader in loaders.items() for where, part in named_parts(name, loader)}
+            for name, loader in loaders.items() for where, part in named_parts(name, tokenized(loader))}
 
     @property
     def parts(self) -> PartsProgram:
@@ -189,7 +189,8 @@ class RunData:
             warnings += changed_fields(saved.experiment, described(program.experiment))
             warnings += changed_files(saved.data, self.files)
             warnings += changed_sources(saved.sources, self.sources)
-        warnings += warnings_of(program, self.loader, self.held_out.loaders)
+        held_out = {name: tokenized(loader) for name, loader in self.held_out.loaders.items()}
+        warnings += warnings_of(program, tokenized(self.loader), held_out)
         return [*warnings, *_slow_dtypes(program.roles, self._device)]
 
 
@@ -495,7 +496,7 @@ def _observations(program: Program, world: World, data: RunData, out: Path | Non
     return Observations(
         flops=flops_by_role(program.roles), predicted_memory=program.predicted_memory,
         failures=None if out is None else out / "failures",
-        rollouts=None if out is None else make_collector(program, world, data.loader),
+        rollouts=None if out is None else make_collector(program, world, tokenized(data.loader)),
         digests=DigestTaker(program, max_bytes=digest_bytes // world.size) if out and digest_bytes else None,
         note=world.process.operations.add if world.size > 1 and may_differ else None)
 

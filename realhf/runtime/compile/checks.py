@@ -439,7 +439,7 @@ def _check_positions(
     """Raise ValueError if a sequence can become longer than a model has positions."""
     new = max(longest_response(graph) for _, graph in datasets.values())
     calls = [call for _, graph in datasets.values() for call in graph.calls]
-    for name in {call.role for call in calls if call.role in roles}:
+    for name in roles.keys() & {call.role for call in calls}:
         limit = spec_of(roles[name].config()).config.num_positions
         long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})"
                 for key, (dataset, _) in datasets.items()

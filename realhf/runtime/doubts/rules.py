@@ -62,7 +62,6 @@ def warnings_of(
     program = replace(program, roles=language_models(program.roles))
     if not program.roles:
         return list(dict.fromkeys(_follow(ABOUT_ANY_PROGRAM, program)))
-    rows = rows if rows is not None and rows.parts else None  # Arrays have no rows of text.
     sets = [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
     warnings = _follow(ABOUT_ROLES, program.roles)
     warnings += _follow(ABOUT_PROGRAMS, program)

@@ -177,8 +177,9 @@ class EngineStore:
     def create_copies(self, actions: Sequence[Action]) -> None:
         """Construct the other engines that run these actions; reallocations will fill in their weights."""
         for action in actions:
-            for role in action.call.roles if isinstance(action, Run) else ():
-                self._create(role, action.layout, optimizer=None)
+            if isinstance(action, Run):
+                for role in action.call.roles:
+                    self._create(role, action.layout, optimizer=None)
 
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
         key = (role, layout)
