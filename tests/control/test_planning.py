@@ -68,7 +68,7 @@ def test_commands_take_modules(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exp.py").write_text(FILE)
     assert main(["check", "exp.py"]) == 0
-    assert "float64, 148 parameters, 1.18 kB of weights on a rank" in capsys.readouterr().out
+    assert "float64, 147 parameters, 1.18 kB of weights on a rank" in capsys.readouterr().out
     assert main(["plan", "exp.py", "--cluster", "cpu-laptop", "--devices", "1", "-o", "plan.yaml"]) == 0
     assert "micro_batch_tokens: 1\n" not in (tmp_path / "plan.yaml").read_text()
     assert main(["run", "exp.py", "--plan", "plan.yaml", "--out", "run"]) == 0
