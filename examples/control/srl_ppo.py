@@ -26,7 +26,9 @@ def make(task: str) -> gymnasium.Env:
     import ale_py
 
     gymnasium.register_envs(ale_py)
-    game = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(task, frameskip=1))
+    game = gymnasium.make(task, obs_type="grayscale")  # Each action is for four frames.
+    small = gymnasium.spaces.Box(0, 255, (80, 80), np.uint8)
+    game = gymnasium.wrappers.TransformObservation(game, lambda frame: frame[34:194:2, ::2], small)
     return gymnasium.wrappers.FrameStackObservation(game, 4)
 
 
@@ -50,7 +52,7 @@ class Agent(Module):
         pixels = len(shape) == 3
         self.body = Sequential(
             Conv2d(4, 32, 8, 4), ReLU(), Conv2d(32, 64, 4, 2), ReLU(), Conv2d(64, 64, 3, 1), ReLU(),
-            Flatten(), layer(3136, 512), ReLU()) if pixels else Sequential()
+            Flatten(), layer(2304, 512), ReLU()) if pixels else Sequential()
         self.policy = layer(512, actions, 0.01) if pixels else mlp(shape[0], actions, 0.01)
         self.value = layer(512, 1, 1.0) if pixels else mlp(shape[0], 1, 1.0)
         self.log_std = Parameter(torch.zeros(1 if discrete else actions))
@@ -125,9 +127,7 @@ class Rollout:
         return ((now - mean) / np.sqrt(var + 1e-8)).clip(-10, 10).astype(self.ppo.dtype)
 
     def advantages(self, columns, following):
-        """Return generalised advantage estimates (Schulman et al. 2016)."""
-        made = np.zeros_like(columns["value"])
-        advantage = np.zeros_like(following)
+        made, advantage = np.zeros_like(columns["value"]), np.zeros_like(following)
         for t in reversed(range(self.ppo.horizon)):
             going_on = 1 - columns["done"][t].astype(made.dtype)
             gain = self.ppo.reward_scale * columns["reward"][t] + self.ppo.gamma * following * going_on

@@ -83,6 +83,15 @@ def test_learns_to_balance():
     assert returns[-1] > 2 * returns[0]
 
 
+def test_pixels_are_played():
+    """Pong runs: four small frames are an observation, and stay bytes until the network reads them."""
+    pytest.importorskip("ale_py")
+    assert example().make("ALE/Pong-v5").observation_space.shape == (4, 80, 80)
+    settings = {"num_envs": 2, "horizon": 8, "steps": 1, "dtype": "float32", "minibatches": 1, "epochs": 1}
+    (metrics,) = trained(World(), "ALE/Pong-v5", None, settings)
+    assert metrics["frames"] == 16 and 0 < metrics["agent/entropy"] <= np.log(6) + 1e-6
+
+
 def rolled(source: VectorSource, steps: int) -> list[np.ndarray]:
     """Step all slices with actions that follow from the observations; return what they show."""
     shown = []
