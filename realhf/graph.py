@@ -61,7 +61,8 @@ class FunctionCall:
             self.require_work()
         for field in ("inputs", "outputs", "reads"):
             if isinstance(getattr(self, field), str):
-                raise ValueError(f"call {self.name!r}: {field} must be a tuple of names, not a string")
+                what = "role" if field == "reads" else "key"
+                raise ValueError(f"call {self.name!r}: {field} must be a tuple of {what} names, not a string")
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for key in self.outputs:
             if key in self.inputs:

@@ -63,6 +63,12 @@ def test_refused_calls():
         call("a", [], [], "forward", None)
     with pytest.raises(ValueError, match="has no role"):
         call("a", [], [], "host", "actor")
+    with pytest.raises(ValueError, match="reads must be a tuple of role names, not a string"):
+        FunctionCall("a", "forward", role="actor", reads="critic")
+    with pytest.raises(ValueError, match="reads roles, actor, and has none itself"):
+        FunctionCall("a", "host", reads=("actor",))
+    with pytest.raises(ValueError, match="is of role 'actor': reads must name other roles"):
+        FunctionCall("a", "forward", role="actor", reads=("actor",))
     with pytest.raises(ValueError, match="inputs must be a tuple of key names, not a string"):
         FunctionCall("a", "forward", "ids", role="actor")
     with pytest.raises(ValueError, match="both reads and writes the key 'x'"):
