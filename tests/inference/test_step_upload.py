@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from realhf.inference.step_passes import StepUpload
+from realhf.inference.step_passes import _NUM_BUFFERS, StepUpload
 from tests.gpu.pretended import pretended_device
 
 
@@ -32,9 +32,9 @@ def test_a_buffer_is_written_again_only_after_its_copy(monkeypatch):
     with pretended_device() as device:
         monkeypatch.setattr(torch.cuda, "Event", _LateEvent)
         upload = StepUpload(device)
-        for number in range(12):
+        for number in range(4 * _NUM_BUFFERS):
             numbers = np.arange(5 + number) + number
             ids, rows = upload([numbers, np.array([number])])
             assert rows.tolist() == [number] and ids.tolist() == numbers.tolist()
             waiting = [event for event in _LateEvent.made if not event.is_past]
-            assert len(waiting) == min(number + 1, 3), "as many copies as buffers are under way"
+            assert len(waiting) == min(number + 1, _NUM_BUFFERS), "as many copies as buffers are under way"
