@@ -179,3 +179,20 @@ def check_shares(by_rank, expected, heads):
         else:
             assert not rows
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_many_samples_of_a_pool_are_in_few_batches():
+    store = SampleStore()
+    rng = random.Random(0)
+    expected = {}
+    for first in range(0, 600, 3):
+        versions = {i: 0 for i in range(first, first + 3)}
+        expected |= rows_of(batch_of("generate", versions))
+        store.put("generate", batch_of("generate", versions))
+        if first % 30 == 0:
+            gone = set(rng.sample(sorted(expected), min(5, len(expected))))
+            store.forget(gone)
+            expected = {sample: row for sample, row in expected.items() if sample not in gone}
+        sizes = [len(batch) for batch in store.complete["generate"]]
+        assert sorted(sizes, reverse=True) == sizes and len(sizes) <= 10
+    assert rows_of(store.select("generate", COLUMNS["generate"], range(600))) == expected

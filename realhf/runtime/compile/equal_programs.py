@@ -11,7 +11,7 @@ from realhf.distributed.group import name_ranks
 from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
-from realhf.runtime.compile.actions import Action
+from realhf.runtime.compile.actions import Action, Ask
 from realhf.runtime.compile.program import Program, leaves, to_json
 
 _HINTS = {
@@ -97,7 +97,7 @@ def _in_words(value: Any) -> str:
         return value.name
     if isinstance(value, tuple):
         return f"({', '.join(map(_in_words, value))})"
-    if isinstance(value, Action):
+    if isinstance(value, Action | Ask):
         parts = [f"{field.name} {_in_words(getattr(value, field.name))}"
                  for field in dataclasses.fields(value)]
         return f"{type(value).__name__} {', '.join(parts)}"

@@ -59,9 +59,13 @@ class SampleStore:
             self.unfinished[name] = _share(batch, layouts[name], rank, group_size)
 
     def put(self, producer: str, batch: Batch) -> None:
-        """Add samples that a call has completed."""
+        """Add samples that a call has completed. Each batch has more samples than the next one."""
         filled = [samples for samples in self.complete.get(producer, []) if samples.ids]
-        self.complete[producer] = [*filled, batch] if batch.ids or not filled else filled
+        if not batch.ids and filled:
+            batch = filled.pop()
+        while filled and len(filled[-1]) <= len(batch):  # Few batches, even if pools keep many samples.
+            batch = Batch.concat([filled.pop(), batch])
+        self.complete[producer] = [*filled, batch]
 
     def select(self, producer: str, keys: Sequence[str], ids: Collection[int]) -> Batch:
         """Return these columns of the samples `ids`, as far as they are here, in any order.
