@@ -314,6 +314,9 @@ class Expected:
     plays with environments, or of a function on a module. `report` shows those of a run."""
     reward_seconds: float = 0.0  # Mean time in which the reward functions score one sample.
     reward_p99_seconds: float | None = None  # 99 % of the samples take no longer; None: all take the mean.
+    seconds_from: str | None = None
+    """Directory of a run that had each call on one rank: how long its calls in plain Python and functions on
+    modules took in a step, and how much that varied. What is in `call_seconds` is not read there."""
     part_runs: dict[str, float] = field(default_factory=dict)
     """Part -> how often a step runs it on average, such as one that samples again; 1 for all others."""
 

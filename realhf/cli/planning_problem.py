@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 import networkx as nx
@@ -23,6 +23,7 @@ from realhf.calls import (
     TrainStep,
     longest_response,
 )
+from realhf.checkpoint.names import METRICS
 from realhf.cluster import Cluster
 from realhf.data.dataset import (
     IS_CHOSEN,
@@ -328,6 +329,10 @@ def problem_of(
         name: _workload(
             experiment, graph, graph[name], num_samples, of_step | {"runs": runs[part]}, rounds=num_rounds)
         for part, names in parts.items() for name in names}
+    if experiment.expected.seconds_from is not None:
+        for name, (mean, deviation) in _seconds_of_run(experiment.expected, graph).items():
+            workloads[name] = dataclasses.replace(
+                workloads[name], seconds=mean, seconds_deviation=deviation)
     order = ("score", "rollout", "train") if runs_ahead(experiment) else _in_order(parts, graph)
     return Problem(
         graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)),
@@ -336,6 +341,30 @@ def problem_of(
         evaluations=tuple(_evaluations(experiment, lengths)),
         pinned_options=pinned_options or {},
     )
+
+
+def _seconds_of_run(expected: Expected, graph: DataflowGraph) -> dict[str, tuple[float, float]]:
+    """Return the mean seconds per step, and their deviation, that a run has measured of calls in plain Python
+    and of functions on modules, without those in `call_seconds`.
+
+    A step in which a call has not run counts as 0 seconds; the first step does not count. Raises ValueError
+    if the run has no steps after it, or has had a call on several ranks.
+    """
+    run = expected.seconds_from
+    assert run is not None
+    path = Path(run) / METRICS
+    steps = [row for _, row in read_json_lines(path)][1:] if path.is_file() else []
+    if not steps:
+        raise ValueError(f"expected.seconds_from is {run!r}: {path} must have two steps or more")
+    works = HostFunction | ForwardFunction | TrainFunction
+    names = [c.name for c in graph.calls if isinstance(c.work, works) and c.name not in expected.call_seconds]
+    plan = ExecutionPlan.load(str(Path(run) / "plan.yaml"))
+    if several := [name for name in names if name in plan.calls and len(plan[name].layout.ranks) > 1]:
+        raise ValueError(
+            f"expected.seconds_from is {run!r}: it must have run each call on one rank, and has run "
+            f"{several[0]} at {plan[several[0]].layout}")
+    seconds = {name: [step.get(f"timing_s/{name}", 0.0) for step in steps] for name in names}
+    return {name: (fmean(values), pstdev(values)) for name, values in seconds.items()}
 
 
 def checked_plan(experiment: Experiment, plan: ExecutionPlan, *, num_devices: int) -> ExecutionPlan:

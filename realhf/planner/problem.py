@@ -20,7 +20,7 @@ from realhf.models.model_config import MegatronConfig, ModelConfig, ModuleConfig
 from realhf.models.modules import module_spec
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.planner.lengths import Lengths, RoundStatistics, geometric, steady_round
-from realhf.planner.slowest_replica import ScoringTime
+from realhf.planner.slowest_replica import ScoringTime, normal_maximum
 from realhf.planner.turns import Turns
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -61,6 +61,7 @@ class Workload:
     """Most probable tokens per token, whose ids and log-probs a forward call finds and a train step reads."""
     seconds: float = 0.0
     """Duration of a call in plain Python, or of functions on a module, on one rank in all of its runs."""
+    seconds_deviation: float = 0.0  # Standard deviation of these seconds from step to step.
     scoring: ScoringTime | None = None  # The time in which such a call scores answers, in addition.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
@@ -112,9 +113,13 @@ class Workload:
         return self.num_samples // self.samples_per_prompt
 
     def seconds_on(self, num_ranks: int) -> float:
-        """Return the seconds of a call in plain Python that is split over some ranks."""
+        """Return the seconds of a call in plain Python that is split over some ranks: those of the slowest.
+
+        The shares of the ranks are independent and normal, so that the variance is split, too.
+        """
+        waiting = self.seconds_deviation / math.sqrt(num_ranks) * normal_maximum(num_ranks)
         scoring = 0.0 if self.scoring is None else self.scoring.of_slowest(self.num_samples, num_ranks)
-        return self.seconds / num_ranks + scoring * self.runs
+        return self.seconds / num_ranks + waiting + scoring * self.runs
 
     def most_samples(self, kind: str, dp: int) -> int:
         """Return the most samples of any data-parallel rank in one mini-batch of a call of this kind."""
