@@ -514,9 +514,10 @@ class Experiment:
 
         It is empty if there is none, as no role is a language model.
         """
-        named = [self.tokenizer, *(role.model for role in self.roles().values() if role.is_language_model)]
-        first = next((name for name in named if name is not None), None)
-        return "" if first is None else str(find_model(first))
+        if self.tokenizer:
+            return str(find_model(self.tokenizer))
+        models = [role.model for role in self.roles().values() if role.is_language_model]
+        return str(find_model(models[0])) if models else ""
 
     def hub_names(self) -> dict[str, str]:
         """Return field -> its value, for the fields that name models, adapters and the tokenizer."""

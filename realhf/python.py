@@ -74,6 +74,8 @@ _SENTENCE = "realhf: "
 """The beginning of the sentences and the warnings of a command."""
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What programs write to a terminal beside text, such as colours and moves of the cursor."""
+_WORK = re.compile(r"step \d+/\d+: [^:,]+, \d+ s(:|$)")
+"""The beginning of a line about what a run is doing, where others have the metrics of a step."""
 _SET_HERE = ("help", "json", "output")
 """Options of commands that are no keywords."""
 _SHOWN_STEPS = 12
@@ -507,9 +509,11 @@ def _command(
     newest = ""
     is_terminal = show is _print and sys.stderr.isatty()
     reader, writer = _open_terminal() if is_terminal else os.pipe()
+    # Notebooks ask for colours (FORCE_COLOR), which rich takes for a terminal.
+    environment = dict(os.environ) if is_terminal else os.environ | {"TTY_COMPATIBLE": "0"}
     with tempfile.TemporaryFile("w+") as output, subprocess.Popen(
         [sys.executable, "-P", "-c", _START, paths, *words], stdin=subprocess.DEVNULL,
-        stdout=output if is_json else writer, stderr=writer, start_new_session=True,
+        stdout=output if is_json else writer, stderr=writer, start_new_session=True, env=environment,
     ) as process, _passing_on(process, interrupts):
         os.close(writer)
         for line in _pieces(reader):
@@ -616,11 +620,12 @@ def _shower() -> Callable[[str], None]:
 
 
 class _Cell:
-    """The output of a notebook's cell: lines, and below them a table of the newest steps."""
+    """The output of a notebook's cell: lines, and below them a table of the newest steps and what goes on."""
 
     def __init__(self) -> None:
         self._display = sys.modules["IPython"].display
         self._rows: deque[tuple[str, dict[str, str]]] = deque(maxlen=_SHOWN_STEPS)
+        self._work = ""
         self._handle: Any = None
 
     def __call__(self, line: str) -> None:
@@ -628,8 +633,10 @@ class _Cell:
         if not line.startswith("step ") or not colon:
             print(line, flush=True)
             return
-        columns = (value.rpartition(" ") for value in values.split(", "))
-        self._rows.append((step, {name: value for name, _, value in columns}))
+        self._work = line if _WORK.match(line) else ""
+        if not self._work:
+            columns = (value.rpartition(" ") for value in values.split(", "))
+            self._rows.append((step, {name: value for name, _, value in columns}))
         table = self._display.HTML(self._table())
         if self._handle is None:
             self._handle = self._display.display(table, display_id=True)
@@ -641,4 +648,5 @@ class _Cell:
         rows = [["step", *names]]
         rows += [[step, *(row.get(name, "") for name in names)] for step, row in self._rows]
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        work = f"<p>{html.escape(self._work)}</p>" if self._work else ""
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>{work}"

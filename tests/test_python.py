@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import realhf
-from realhf.python import save_experiment
+from realhf.python import _Cell, save_experiment
 from realhf.user_input.files import code_fingerprints, execute_file
 from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed
 from tests.runtime.tiny import make_experiment, write_task
@@ -214,3 +214,18 @@ def test_on_a_terminal_progress_is_in_place(task, tmp_path):
     table = [line for line in text.splitlines() if re.search(r"reward +spread|reward.*seconds", line)]
     assert table and "step 1/2: reward" not in text
     assert "run run: 2 of 2 steps" in text
+
+
+def test_what_a_run_does_is_no_row_of_the_table_in_a_notebook(capsys):
+    pytest.importorskip("IPython.display")
+    cell = _Cell()
+    for line in ("step 1/3: reward 0.5, cut off 0%", "step 2/3: actor_train, 4 s: batch 1 of 1, pass 2 of 5",
+                 "step 2/3: reward 0.75, cut off 1%", "step 3/3: actor_generate, 12 s"):
+        cell(line)
+    rows, _, work = cell._table().partition("</table>")
+    assert re.findall("<tr>(.*?)</tr>", rows) == [
+        "<td>step</td><td>reward</td><td>cut off</td>", "<td>1/3</td><td>0.5</td><td>0%</td>",
+        "<td>2/3</td><td>0.75</td><td>1%</td>"]
+    assert work == "<p>step 3/3: actor_generate, 12 s</p>"
+    cell("step 3/3: reward 1, cut off 0%")
+    assert cell._table().endswith("<td>3/3</td><td>1</td><td>0%</td></tr></table>")

@@ -88,7 +88,8 @@ def settings() -> set[str]:
     names = {field.name for kind in (*kinds, CallPlan) for field in dataclasses.fields(kind)}
     dotted = {option.removeprefix("--").replace("-", "_") for option in options()["run"] if "." in option}
     ends = {name.split(".", i)[-1] for name in dotted for i in range(name.count("."))}
-    names |= {f"reward_limits.{field.name}" for field in dataclasses.fields(realhf.RewardLimits)}
+    for name, kind in {"reward_limits": realhf.RewardLimits, "environment": realhf.Environment}.items():
+        names |= {f"{name}.{field.name}" for field in dataclasses.fields(kind)}
     return names | ends
 
 
@@ -124,7 +125,8 @@ FILES = {"metrics.jsonl", "tensorboard/", "reward.png", "timeline.png", "timelin
 WORDS = {
     "code", "...", "KL to ref", "reward", "spread", "cut off", "check", "run", "plan", "transformers",
     "megatron", "native", "sequence", "80 GB", '"2m"', "$'\\n'", "org/name@commit", "async", "async def",
-    "nan", "step", "input", "output", "stop", "map", "os._exit", *"tcdp"}
+    "nan", "step", "input", "output", "stop", "map", "os._exit", "start", "finish(stop)",
+    "random.Random(seed)", *"tcdp"}
 """What is neither a message nor a name of something that could be missing."""
 
 

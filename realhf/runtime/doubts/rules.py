@@ -25,9 +25,9 @@ ABOUT_PROGRAMS: tuple[Callable[[Program], Warnings], ...] = (
     models.untrained_scores, models.contrary_fields, models.misspelt_fields, training.idle_ranks,
     held_out.unevaluated, training.unclear_rollouts, sampling.off_policy, rewards.faulty_rewards,
     sampling.written_escapes, sampling.unlike_training)
-ABOUT_ANY_PROGRAM: tuple[Callable[[Program], Warnings], ...] = (
+WITHOUT_LANGUAGE_MODELS: tuple[Callable[[Program], Warnings], ...] = (
     training.idle_ranks, training.of_the_algorithm, training.unchanged_graph, training.filling_pools)
-"""The rules about programs without language models."""
+"""Of the rules about programs, those that count without language models, too."""
 ABOUT_TEMPLATES: tuple[Callable[[Program], Warnings], ...] = (chats.two_templates, chats.other_templates)
 """They count if rows are chats."""
 ABOUT_TRAINING: tuple[Callable[[Program], Warnings], ...] = (
@@ -61,7 +61,7 @@ def warnings_of(
     """
     program = replace(program, roles=language_models(program.roles))
     if not program.roles:
-        return list(dict.fromkeys(_follow(ABOUT_ANY_PROGRAM, program)))
+        return list(dict.fromkeys(_follow(WITHOUT_LANGUAGE_MODELS, program)))
     sets = [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
     warnings = _follow(ABOUT_ROLES, program.roles)
     warnings += _follow(ABOUT_PROGRAMS, program)
