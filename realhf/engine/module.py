@@ -205,16 +205,16 @@ class ModuleEngine(Engine):
         beside: Mapping[str, Engine],
     ) -> Metrics | None:
         work = call.work_as(TrainFunction)
-        control = self.groups.dp_control
         weights = _weights(call, batch)
         mine = {"rows": float(len(batch)), "weight": float(weights.sum())}
-        totals = sum_metrics(control.all_gather_json(mine))
+        totals = self._summed(mine)
         if not totals["weight"]:
             return None
         step = self.optimizer.num_steps
         fields = {**batch.fields, **self._noise(call, batch, step)}
         parts: list[Metrics] = []
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         for i, rows in enumerate(_micro_batches(Batch(batch.ids, fields), max_tokens)):
             if not rows.ids:
                 continue
@@ -227,12 +227,17 @@ class ModuleEngine(Engine):
             loss = (_per_row(losses, "the losses", call.name, len(rows)) * shares).sum()
             if loss.requires_grad:
                 loss.backward()
-            values = {"loss": loss} | {
-                name: (_per_row(value, f"metric {name!r}", call.name, len(rows)) * shares).sum()
+            values = {"loss": loss.detach()} | {
+                name: (_per_row(value, f"metric {name!r}", call.name, len(rows)).detach() * shares).sum()
                 for name, value in metrics.items()}
-            parts.append({name: value.item() for name, value in values.items()})
+            parts.append(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
         self._model.average_buffers(mine["rows"] / totals["rows"])
-        return sum_metrics(control.all_gather_json(sum_metrics(parts)))
+        return self._summed(sum_metrics(parts))
+
+    def _summed(self, metrics: Metrics) -> Metrics:
+        """Return the sums of metrics over the replicas."""
+        control = self.groups.dp_control
+        return metrics if control.size == 1 else sum_metrics(control.all_gather_json(metrics))
 
     def _noise(self, call: FunctionCall, batch: Batch, step: int) -> dict[str, Tensor]:
         """Return the columns of noise for an optimizer step."""
@@ -252,7 +257,12 @@ class ModuleEngine(Engine):
         device = self.flat.device
         words = f"{call.name}/{step}/{number}/{self.groups.at.dp}"
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(stream_seed(self._seed, words) & 0x7FFFFFFFFFFFFFFF)
+            # torch.manual_seed would also keep a stack of each call for CUDA, as long as that is not in use.
+            generators = [torch.default_generator]
+            if device.type == "cuda":
+                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+            for generator in generators:
+                generator.manual_seed(stream_seed(self._seed, words) & 0x7FFFFFFFFFFFFFFF)
             yield
 
 

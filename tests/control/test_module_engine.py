@@ -1,6 +1,8 @@
 """Roles of any module: training against a plain loop of torch, and the same numbers under every plan."""
 
+import json
 import re
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -23,6 +25,7 @@ from realhf.execution_plan import ExecutionPlan
 from realhf.models.model_config import ModuleConfig
 from realhf.models.modules import module_of, module_spec
 from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.compile.equal_programs import _actions
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED
@@ -134,6 +137,27 @@ def test_training_is_that_of_a_plain_loop(module, tmp_path):
         batch_size=12, steps=1, work=made.work)
     first = Trainer(compile_program(again, None, world_size=1), World(), quiet=True).run().metrics[0]
     assert first["net/loss"] < result.metrics[0]["net/loss"]
+
+
+def test_optimizer_steps_take_no_stacks(monkeypatch):
+    """`torch.manual_seed` takes one, for a CUDA device that may come into use, which costs milliseconds."""
+    counts = []
+    for steps in (1, 4):
+        stacks = []
+        monkeypatch.setattr(traceback, "format_stack", lambda *args: stacks.append(args) or [])  # noqa: B023
+        assert len(trained(World(), "regression", None, {"steps": steps})) == steps
+        counts.append(len(stacks))
+    assert counts[1] - counts[0] <= 3, "at most one in a step, of several optimizer steps"
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_hosts_compare_programs_without_addresses(kind):
+    """Two hosts have the same functions at other addresses."""
+    plan = {call.name: {"layout": "d1@0"} for call in experiment(kind).graph().calls}
+    plan |= {name: {"layout": layout} for name, layout in PLANS[kind][0].items()}
+    program = compile_program(experiment(kind), ExecutionPlan.from_dict({"calls": plan}), world_size=4)
+    words = json.dumps(_actions(program))
+    assert all(call.name in words for call in program.experiment.graph().calls) and " at 0x" not in words
 
 
 def test_weighted_means_are_over_the_weights():
