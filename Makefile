@@ -8,6 +8,7 @@
 # make check                          ruff, mypy and the layering test
 # make docs                           builds the documentation as a site, site/index.html
 # make bench-setup                    sets up .venv-bench: the libraries that benchmarks compare with
+# make control-bench-setup            sets up .venv-control-bench: those of benchmarks/compare/control.py
 #
 # This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead (docs/gpu.md).
 
@@ -16,10 +17,11 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv-bench/.installed
+CONTROL_STAMP := .venv-control-bench/.installed
 # Many tests start processes: they load compiled modules, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: setup bench-setup demo test test-all test-tenth test-families gpu-check check docs clean
+.PHONY: setup bench-setup control-bench-setup demo test test-all test-tenth test-families gpu-check check docs clean
 
 setup: $(STAMP)
 
@@ -33,6 +35,13 @@ bench-setup: setup $(BENCH_STAMP)
 $(BENCH_STAMP): constraints.txt benchmarks/requirements.txt
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -r benchmarks/requirements.txt
+	touch $@
+
+control-bench-setup: setup $(CONTROL_STAMP)
+
+$(CONTROL_STAMP): benchmarks/requirements-control.txt
+	test -x .venv-control-bench/bin/python || $(PYTHON) -m venv .venv-control-bench
+	.venv-control-bench/bin/python -m pip install --quiet $(PIP_ARGS) -r benchmarks/requirements-control.txt
 	touch $@
 
 demo: setup
