@@ -171,7 +171,8 @@ def running(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     environment |= variables or {}
     with log.open("w") as errors:
-        process = subprocess.Popen(command, env=environment, stderr=errors, text=True, **more)
+        process = subprocess.Popen(
+            command, env=environment, cwd=log.parent, stderr=errors, text=True, **more)
         try:
             yield process
             code = process.wait()
@@ -203,7 +204,7 @@ def train(side: str, seed: int, options: Sides) -> list[Point]:
             return [point(per_step * row["step"], row.get("return/mean"), process.pid) for row in rows]
     kind = side.removesuffix("_async")
     settings = asdict(options.settings) | THEIR_SETTINGS | {
-        "task": options.task, "seed": seed, "frames": options.frames, "out": str(out.resolve()),
+        "task": options.task, "seed": seed, "frames": options.frames, "out": str(out),
         "workers": options.workers, "asynchronous": side.endswith("_async")}
     with theirs(kind, settings, out) as process:
         assert process.stdout is not None
@@ -285,7 +286,7 @@ def held_out(side: str, seed: int, options: Sides) -> float:
     if side.startswith("ours"):
         write_policy(out)
     settings = {
-        "policy": str((out / "policy.npz").resolve()), "task": options.task, "workers": options.workers,
+        "policy": str(out / "policy.npz"), "task": options.task, "workers": options.workers,
         "num_envs": options.settings.num_envs, "seed": _HELD_OUT_SEED}
     with theirs("evaluate", settings, out) as process:
         assert process.stdout is not None
@@ -421,6 +422,7 @@ def remove(out: Path) -> None:
 
 def main() -> int:
     options = tyro.extras.subcommand_cli_from_dict({"sides": Sides, "ring": Ring}, description=__doc__)
+    options.out = options.out.resolve()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     if isinstance(options, Ring):
         if options.quick:
