@@ -68,7 +68,7 @@ class Agent(Module):
         if self.discrete:
             entropy = -(logits_or_std.exp() * logits_or_std).sum(-1)
             return logits_or_std.gather(-1, action.long()).squeeze(-1), entropy
-        normal = torch.distributions.Normal(outputs, logits_or_std)
+        normal = torch.distributions.Normal(outputs, logits_or_std, validate_args=False)
         return normal.log_prob(action).sum(-1), normal.entropy().sum(-1)
 
 
