@@ -38,6 +38,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -422,6 +423,7 @@ def remove(out: Path) -> None:
 
 def main() -> int:
     options = tyro.extras.subcommand_cli_from_dict({"sides": Sides, "ring": Ring}, description=__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Its runs and hosts end with it.
     options.out = options.out.resolve()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     if isinstance(options, Ring):
