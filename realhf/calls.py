@@ -715,7 +715,8 @@ class TrainFunction(Training):
 
     `function(module, batch, **modules)` returns losses, a tensor with one entry for each row, or a pair of
     them and metrics of that form by name; `modules` are those of the roles that the call reads, whose own
-    parameters get no gradients. Metrics are logged as means over rows, too.
+    parameters get no gradients. Metrics are logged as means over rows, too, and those whose names end with
+    "/max" as maxima.
     """
 
     function: Any

@@ -37,6 +37,8 @@ from realhf.nn.linear import Weight
 from realhf.nn.parameters import ShardedParameters
 from realhf.user_input.files import open_regular
 
+_OWN_METRICS = ("loss", "lr", "grad_norm", "skipped_updates", "empty_updates")
+
 
 class ModuleParameters(ShardedParameters):
     """The parameters and floating-point buffers of a module, which lie in flat memory."""
@@ -205,7 +207,7 @@ class ModuleEngine(Engine):
         beside: Mapping[str, Engine],
     ) -> Metrics | None:
         work = call.work_as(TrainFunction)
-        weights = _weights(call, batch)
+        weights = _weights(call, batch, self.flat.device)
         mine = {"rows": float(len(batch)), "weight": float(weights.sum())}
         totals = self._summed(mine)
         if not totals["weight"]:
@@ -223,13 +225,17 @@ class ModuleEngine(Engine):
                 returned = self._call(call, work.function, rows, beside)
             is_pair = isinstance(returned, tuple) and len(returned) == 2
             losses, metrics = returned if is_pair else (returned, {})
-            shares = _weights(call, rows) / totals["weight"]
+            _check_metrics(metrics, call.name)
+            shares = _weights(call, rows, self.flat.device) / totals["weight"]
             loss = (_per_row(losses, "the losses", call.name, len(rows)) * shares).sum()
-            if loss.requires_grad:
-                loss.backward()
-            values = {"loss": loss.detach()} | {
-                name: (_per_row(value, f"metric {name!r}", call.name, len(rows)).detach() * shares).sum()
-                for name, value in metrics.items()}
+            if not loss.requires_grad:
+                raise UserError(
+                    f"call {call.name!r}: the losses depend on no parameter of {call.role} that is trained")
+            loss.backward()
+            values = {"loss": loss.detach()}
+            for name, value in metrics.items():
+                of_rows = _per_row(value, f"metric {name!r}", call.name, len(rows)).detach()
+                values[name] = of_rows.max() if name.endswith("/max") else (of_rows * shares).sum()
             parts.append(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
         self._model.average_buffers(mine["rows"] / totals["rows"])
         return self._summed(sum_metrics(parts))
@@ -279,11 +285,19 @@ def _micro_batches(batch: Batch, most: int) -> list[Batch]:
     return [batch.select(range(start, min(start + most, len(batch)))) for start in starts]
 
 
-def _weights(call: FunctionCall, rows: Batch) -> Tensor:
+def _check_metrics(metrics: Any, call: str) -> None:
+    """Raise UserError unless a function has returned metrics by names that the engine does not use itself."""
+    if not isinstance(metrics, Mapping):
+        raise UserError(f"call {call!r} returned metrics of {type(metrics).__name__}: it must be a dict by name")
+    if taken := [name for name in metrics if name in _OWN_METRICS]:
+        raise UserError(f"call {call!r} returned the metric {taken[0]!r}, a name of the engine's own: rename it")
+
+
+def _weights(call: FunctionCall, rows: Batch, device: torch.device) -> Tensor:
     """Return the weights of rows in means."""
     key = call.work_as(TrainFunction).weights
     if key is None:
-        return torch.ones(len(rows), dtype=torch.float64)
+        return torch.ones(len(rows), dtype=torch.float64, device=device)
     return _per_row(rows[key], f"column {key!r}", call.name, len(rows)).double()
 
 

@@ -212,7 +212,8 @@ class VectorSource:
         self._slices: list[Slice] = []
         for i in range(ring):
             if isinstance(make, str):
-                self._slices.append(EnvPoolSlice(make, num_envs=size, seed=seed * ring + i, **settings))
+                first = seed * num_envs + i * size  # EnvPool counts on from it.
+                self._slices.append(EnvPoolSlice(make, num_envs=size, seed=first, **settings))
             else:
                 makers = [partial(_episodes, make, index=i * size + j, row=j, seed=seed) for j in range(size)]
                 self._slices.append(GymnasiumSlice(makers, processes=processes))

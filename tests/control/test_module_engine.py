@@ -183,6 +183,28 @@ def test_weighted_means_are_over_the_weights():
     assert metrics["net/loss"] == pytest.approx(float((loss * weight).sum() / weight.sum()), rel=1e-12)
 
 
+def worst(net, batch):
+    return net(batch["x"]).square(), {"y/max": batch["y"], "y": batch["y"]}
+
+
+def test_maxima_are_over_all_rows(pool):
+    settings = {"work": TrainFunction(worst), "steps": 1}
+    expected = data()["y"][row_order(60, start=0, count=12, seed=0, shuffle=True)]
+    for metrics in (trained(World(), "regression", None, settings)[0],
+                    pool.run(trained, "regression", {"net_train": "d3@0-2"}, settings)[0][0]):
+        assert metrics["y/max"] == pytest.approx(float(expected.max()))
+        assert metrics["net/y"] == pytest.approx(float(expected.mean()))
+
+
+@pytest.mark.gpu
+def test_equal_weights_are_on_the_device_of_the_losses():
+    made = experiment("regression", steps=1)
+    program = compile_program(made, None, world_size=1)
+    losses = [Trainer(program, World(device=torch.device(device)), quiet=True).run().metrics[0]["net/loss"]
+              for device in ("cpu", "cuda")]
+    assert losses[0] == pytest.approx(losses[1])
+
+
 @pytest.mark.parametrize("kind", ["actor_critic", "player"])
 def test_resume_is_exact(kind, tmp_path):
     def run(name: str, steps: int):
@@ -220,6 +242,9 @@ REFUSALS = [
     ({"work": TrainFunction(lambda net, batch: net(batch["x"]) - batch["z"])}, "reads the column 'z'.*x, y"),
     ({"work": TrainFunction(lambda net, batch: net(batch["x"]).mean())}, r"losses must .* \(12,\), and is"),
     ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), {"m": batch["x"]}))}, r"metric 'm' .*12, 5"),
+    ({"work": TrainFunction(lambda net, batch: net(batch["x"]).detach())}, "depend on no parameter of net"),
+    ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), 1.0))}, "returned metrics of float"),
+    ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), {"lr": batch["y"]}))}, "the metric 'lr'"),
     ({"work": TrainFunction(raises)}, "call 'net_train' raised RuntimeError: not today"),
     ({"work": TrainFunction(lambda net: net)}, "cannot be called with two arguments, the module and the"),
     ({"work": TrainFunction(squared_error, weights="w")}, "weights is 'w': it must be one of its inputs, x"),
