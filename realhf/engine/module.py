@@ -288,9 +288,9 @@ def _micro_batches(batch: Batch, most: int) -> list[Batch]:
 def _check_metrics(metrics: Any, call: str) -> None:
     """Raise UserError unless a function has returned metrics by names that the engine does not use itself."""
     if not isinstance(metrics, Mapping):
-        raise UserError(f"call {call!r} returned metrics of {type(metrics).__name__}: it must be a dict by name")
+        raise UserError(f"call {call!r} returned {type(metrics).__name__} as metrics: they must be a dict")
     if taken := [name for name in metrics if name in _OWN_METRICS]:
-        raise UserError(f"call {call!r} returned the metric {taken[0]!r}, a name of the engine's own: rename it")
+        raise UserError(f"call {call!r} returned the metric {taken[0]!r}, which the engine logs: rename it")
 
 
 def _weights(call: FunctionCall, rows: Batch, device: torch.device) -> Tensor:

@@ -170,6 +170,47 @@ def play(batch, context):
     return {"states": columns[0], "actions": columns[1]}, metrics
 
 
+def judge(actor, batch):
+    return {"worth": actor.net(batch["state"]).sum(-1)}
+
+
+def prepare(batch, context):
+    return {"start": batch["dataset_row"].double() / 8}
+
+
+def play_judged(batch, context):
+    """Ask two calls in turns, more often than messages are kept."""
+    states = batch["start"][:, None].expand(-1, 3)
+    asked = [context.ask_later("judge", {"state": states * i}) for i in range(200)]
+    action = context.ask("act", {"state": states, "noise": torch.zeros(len(batch), 2).double()})["action"]
+    worth = sum(one.result()["worth"] for one in asked)
+    metrics = {"play/worth": float(worth.mean()), "play/version": context.version("act")}
+    return {"states": states[:, None], "actions": action[:, None]}, metrics
+
+
+@dataclass
+class Judged(Experiment):
+    """A player that asks two calls, listed first, and starts where another call on the model says."""
+
+    def roles(self):
+        return {"actor": ModuleRole(module=Policy, dtype="float64", optimizer=ADAM)}
+
+    def graph(self):
+        return DataflowGraph((
+            FunctionCall("act", role="actor", inputs=("dataset_row",), work=ForwardFunction(act)),
+            FunctionCall("judge", role="actor", inputs=("dataset_row",), work=ForwardFunction(judge)),
+            FunctionCall(
+                "early_train", role="actor", inputs=("dataset_row",),
+                work=TrainFunction(lambda actor, batch: actor.net.weight.sum() * batch["dataset_row"])),
+            FunctionCall("prepare", inputs=("dataset_row",), outputs=("start",), work=HostFunction(prepare)),
+            FunctionCall(
+                "play", inputs=("start",), outputs=("states", "actions"),
+                work=HostFunction(play_judged, asks=("act", "judge"))),
+            FunctionCall(
+                "actor_train", role="actor", inputs=("states",), work=TrainFunction(imitation)),
+        ), inputs=("dataset_row",))
+
+
 def imitation(actor, batch):
     error = actor(batch["states"], torch.zeros(())) - 0.5 * batch["states"][..., :2]
     return error.square().mean((1, 2))
@@ -199,5 +240,7 @@ def experiment(kind: str, **settings: Any) -> Experiment:
     if kind == "player":
         return Player(**{
             "dataset": ArrayDataset(num_rows=8, shuffle=False), "batch_size": 8, "steps": 4} | settings)
+    if kind == "judged":
+        return Judged(dataset=ArrayDataset(num_rows=8, shuffle=False), batch_size=8, steps=3)
     make = {"regression": Regression, "actor_critic": ActorCritic}[kind]
     return make(**{"dataset": ArrayDataset(data()), "batch_size": 12, "steps": 4} | settings)

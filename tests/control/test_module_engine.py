@@ -82,6 +82,20 @@ def test_plans_do_not_change_results(pool, kind, lag, layouts):
     assert expected[0] != expected[-1]
 
 
+JUDGED = {"early_train": "d1@1", "actor_train": "d1@1"}
+
+
+@pytest.mark.parametrize("layouts", [
+    {"prepare": "d1@1", "play": "d1@0", "act": "d1@1", "judge": "d1@1"},
+    {"prepare": "d1@2", "play": "d1@0", "act": "d1@2", "judge": "d2@2-3"},
+    {"prepare": "d1@1", "play": "d1@0", "act": "d1@0", "judge": "d1@2"}])
+def test_one_rank_answers_several_calls_when_their_asker_runs(pool, layouts):
+    """Whatever the plan, the weights that answer are those at the asker's turn, and no rank waits forever."""
+    expected = trained(World(), "judged", None, {})
+    assert_equal(pool.run(trained, "judged", JUDGED | layouts, {})[0], expected)
+    assert [metrics["play/version"] for metrics in expected] == [1, 3, 5]
+
+
 def test_lag_is_that_of_the_weights_that_answer():
     runs = {lag: trained(World(), "player", None, {"max_lag": lag}) for lag in (0, 1)}
     versions = {lag: [metrics.get("play/version") for metrics in run] for lag, run in runs.items()}
@@ -243,7 +257,7 @@ REFUSALS = [
     ({"work": TrainFunction(lambda net, batch: net(batch["x"]).mean())}, r"losses must .* \(12,\), and is"),
     ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), {"m": batch["x"]}))}, r"metric 'm' .*12, 5"),
     ({"work": TrainFunction(lambda net, batch: net(batch["x"]).detach())}, "depend on no parameter of net"),
-    ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), 1.0))}, "returned metrics of float"),
+    ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), 1.0))}, "returned float as metrics"),
     ({"work": TrainFunction(lambda net, batch: (net(batch["x"]), {"lr": batch["y"]}))}, "the metric 'lr'"),
     ({"work": TrainFunction(raises)}, "call 'net_train' raised RuntimeError: not today"),
     ({"work": TrainFunction(lambda net: net)}, "cannot be called with two arguments, the module and the"),

@@ -82,7 +82,11 @@ class Redistribute:
 @dataclass(frozen=True)
 class Ask:
     """Lets a host call, the asker, ask a forward call while it runs: on its own rank, if that is in the
-    forward call's layout, and else by messages to a rank of it."""
+    forward call's layout, and else by messages to a rank of it.
+
+    All questions of an asker have one tag, so that a rank can answer several calls in the order in which
+    they are asked.
+    """
 
     asker: str
     asking: Layout
@@ -102,12 +106,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Run:
-    """Runs a call on the ranks of its layout. One that answers host calls has no outputs of its own."""
+    """Runs a call on the ranks of its layout; a host call also on the other ranks that answer its questions.
+
+    A call that is asked runs with its asker, and does nothing of its own.
+    """
 
     call: FunctionCall
     layout: Layout
     asks: tuple[Ask, ...] = ()
-    answers: tuple[Ask, ...] = ()
+    is_asked: bool = False
 
 
 Action = Reallocate | Send | Receive | Redistribute | Run
@@ -230,9 +237,13 @@ def compile_parts(
     tags = count(first_tag)
     filtered = _filtered_calls(graph)
     receives = {call.name: _receive(call, graph, plan, tags, filtered) for call in graph.order}
-    asks = tuple(
-        Ask(call.name, plan[call.name].layout, graph[name], plan[name].layout, next(tags))
-        for call in graph.order if isinstance(call.work, HostFunction) for name in call.work.asks)
+    asks: list[Ask] = []
+    for call in graph.order:
+        if isinstance(call.work, HostFunction) and call.work.asks:
+            tag = next(tags)
+            asks += [
+                Ask(call.name, plan[call.name].layout, graph[name], plan[name].layout, tag)
+                for name in call.work.asks]
     compiler = _PartCompiler(graph, plan, homes, specs, parameter_sets(roles), receives, asks)
     members = {part: [call for call in graph.order if call.name in names] for part, names in parts.items()}
     compiled = {}
@@ -285,8 +296,7 @@ class _PartCompiler:
             if (tag := redistribute_tags.get(call.name)) is not None:
                 actions.append(Redistribute(call, layout, tag))
             asks = tuple(ask for ask in self.asks if ask.asker == call.name)
-            answers = tuple(ask for ask in self.asks if ask.call.name == call.name)
-            actions.append(Run(call, self._copy_of(call), asks, answers))
+            actions.append(Run(call, self._copy_of(call), asks, self._is_asked(call)))
             actions += [send for send in sends if send.producer == call.name]
             for name in self._updated_by(call):
                 actions += self._after_update(name, call, calls[i:], all_parts)
@@ -296,6 +306,14 @@ class _PartCompiler:
         """Return the layout of the copy of the weights with which a call runs."""
         layout = self.plan[call.name].layout
         return layout if call.role is None else self.sets[call.role].layout_of(call, layout)
+
+    def _is_asked(self, call: FunctionCall) -> bool:
+        return any(ask.call.name == call.name for ask in self.asks)
+
+    def _users(self, call: FunctionCall) -> list[FunctionCall]:
+        """Return the calls whose weights are needed when a call runs: its own, or those of what it asks."""
+        asked = [ask.call for ask in self.asks if ask.asker == call.name]
+        return asked if self._is_asked(call) or asked else [call]
 
     def _updated_by(self, call: FunctionCall) -> list[str]:
         if call.kind != "train_step":
@@ -329,7 +347,7 @@ class _PartCompiler:
         users: list[FunctionCall] = []
         for calls in parts:
             updates = (i for i, call in enumerate(calls, start=1) if name in self._updated_by(call))
-            users += calls[: next(updates, len(calls))]
+            users += [user for call in calls[: next(updates, len(calls))] for user in self._users(call)]
         layouts = dict.fromkeys(self._copy_of(call) for call in users if role in call.roles)
         return _copies(self.sets[name], self.homes[role], list(layouts), self.specs[name], ahead=ahead)
 

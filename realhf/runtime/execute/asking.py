@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from realhf.data.batch import Batch
@@ -19,7 +20,8 @@ from realhf.runtime.weights.engine_store import EngineStore
 
 Answer = Mapping[str, Any]
 _UNDER_WAY = 64
-"""Messages to keep, at least, before the oldest is waited for: more than anybody asks before listening."""
+"""Most questions of an asker without answers: before another one, it waits for the oldest answer. (Otherwise
+both sides might wait for each other to receive.)"""
 
 
 class Later:
@@ -48,8 +50,9 @@ class Asker:
         self._world = world
         self._engines = engines
         self._asks = {ask.call.name: ask for ask in asks}
-        self._open: dict[str, deque[Later]] = {name: deque() for name in self._asks}
-        """The answers that have not been received, in the order of the questions."""
+        self._numbers = {ask.call.name: number for number, ask in enumerate(asks)}
+        self._open: dict[int, deque[Later]] = {}
+        """Rank -> its answers that have not been received, in the order of the questions."""
         self._sent: deque[Pending] = deque()
 
     def role(self, call: str) -> str:
@@ -73,21 +76,24 @@ class Asker:
         batch = Batch(list(range(next(iter(sizes.values())))), dict(rows))
         if (rank := ask.answering(self._world.rank)) == self._world.rank:
             return Later(dict, answer=_answer(self._engines, ask, batch))
-        self._send(rank, batch, ask.tag)
-        self._open[call].append(later := Later(lambda: self._receive(later, ask, rank)))
+        waiting = self._open.setdefault(rank, deque())
+        if len(waiting) == _UNDER_WAY:
+            waiting[0].result()
+        self._send(rank, _question(self._numbers[call], batch), ask.tag)
+        waiting.append(later := Later(lambda: self._receive(later, ask, rank)))
         return later
 
     def _receive(self, later: Later, ask: Ask, rank: int) -> Answer:
         """Receive an answer, after those to earlier questions."""
-        waiting = self._open[ask.call.name]
+        waiting = self._open[rank]
         while waiting[0] is not later:
             waiting[0].result()
         waiting.popleft()
         with self._world.process.waiting([rank]):
             return Batch.unpack(self._world.control.recv_bytes(rank, tag=ask.tag)).fields
 
-    def _send(self, rank: int, batch: Batch, tag: int) -> None:
-        self._sent.append(self._world.control.send_bytes(batch.pack(), [rank], tag=tag))
+    def _send(self, rank: int, question: Tensor, tag: int) -> None:
+        self._sent.append(self._world.control.send_bytes(question, [rank], tag=tag))
         if len(self._sent) > _UNDER_WAY:
             self._sent.popleft().wait()
 
@@ -96,26 +102,37 @@ class Asker:
         for waiting in self._open.values():
             while waiting:
                 waiting[0].result()
-        for ask in self._asks.values():
-            if (rank := ask.answering(self._world.rank)) != self._world.rank:
-                self._send(rank, Batch([]), ask.tag)
+        tags = {ask.answering(self._world.rank): ask.tag for ask in self._asks.values()}
+        for rank, tag in tags.items():
+            if rank != self._world.rank:
+                self._send(rank, _question(0, Batch([])), tag)
         for message in self._sent:
             message.wait()
 
 
-def answer_all(world: World, engines: EngineStore, ask: Ask) -> None:
-    """Answer the ranks of a host call that ask this one, in turns, until all of them have ended."""
-    asking = ask.far(world.rank)
+def _question(number: int, rows: Batch) -> Tensor:
+    """Return a message: the number of a call among those that the asker asks, and rows; none at the end."""
+    return torch.cat([torch.tensor([number], dtype=torch.uint8), rows.pack()])
+
+
+def answer_all(world: World, engines: EngineStore, asks: Sequence[Ask]) -> None:
+    """Answer the ranks of a host call that ask this one, in turns, until all of them have ended.
+
+    `asks` are all of the host call's.
+    """
+    asking = sorted({rank for ask in asks for rank in ask.far(world.rank)})
+    tag = asks[0].tag
     sent: deque[Pending] = deque()
     while asking:
         for rank in list(asking):
             with world.process.waiting([rank]):
-                rows = Batch.unpack(world.control.recv_bytes(rank, tag=ask.tag))
+                question = world.control.recv_bytes(rank, tag=tag)
+            rows = Batch.unpack(question[1:])
             if not rows.fields:
                 asking.remove(rank)
                 continue
-            answer = Batch(rows.ids, dict(_answer(engines, ask, rows)))
-            sent.append(world.control.send_bytes(answer.pack(), [rank], tag=ask.tag))
+            answer = Batch(rows.ids, dict(_answer(engines, asks[int(question[0])], rows)))
+            sent.append(world.control.send_bytes(answer.pack(), [rank], tag=tag))
             if len(sent) > _UNDER_WAY:
                 sent.popleft().wait()
     for message in sent:

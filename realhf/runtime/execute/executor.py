@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -209,13 +209,13 @@ class Executor:
                 self._redistribute(action)
             else:
                 self._wait_for_weights(action)
-                if (minibatches := inputs.pop(action.call.name, None)) is not None:
-                    if action.call.kind == "host":
-                        self._run_host(action, minibatches)
-                    elif action.answers:
-                        self._answer(action)
-                    else:
-                        self._run_model(action, minibatches)
+                if any(ask.far(self._world.rank) for ask in action.asks):
+                    self._answer(action)
+                minibatches = inputs.pop(action.call.name, None)
+                if minibatches is not None and action.call.kind == "host":
+                    self._run_host(action, minibatches)
+                elif minibatches is not None and not action.is_asked:
+                    self._run_model(action, minibatches)
                 self._count_update(action.call)
         if (rollouts := self._observed.rollouts) is not None:
             self._record.rollouts += rollouts.collect(part, prompts, self._samples, self._context)
@@ -278,9 +278,8 @@ class Executor:
         for role in call.roles if self._world.rank in action.layout else ():
             self._wait(role, action.layout)
         for ask in action.asks:
-            if self._world.rank in action.layout and self._world.rank in ask.layout:
-                for role in ask.call.roles:
-                    self._wait(role, ask.layout)
+            for role in ask.call.roles if self._world.rank in ask.layout else ():
+                self._wait(role, ask.layout)
 
     def _count_update(self, call: FunctionCall) -> None:
         """Count the update of a train step, as every rank does."""
@@ -520,10 +519,12 @@ class Executor:
             weights.release()
 
     def _answer(self, action: Run) -> None:
-        """Answer the host calls of other ranks that ask a forward call, until all of them have ended."""
-        with self._running(action):
-            for ask in action.answers:
-                answer_all(self._world, self._models.engines, ask)
+        """Answer the questions of a host call on other ranks, until it has ended on all of them."""
+        asks = [ask for ask in action.asks if ask.far(self._world.rank)]
+        with ExitStack() as stack:
+            for ask in asks:
+                stack.enter_context(self._running(Run(ask.call, ask.layout)))
+            answer_all(self._world, self._models.engines, action.asks)
 
     def _run_host(self, action: Run, minibatches: list[Batch]) -> None:
         """Call a host function and store its outputs."""
@@ -534,7 +535,11 @@ class Executor:
         doing = self._world.process.doing(call.name)
         with doing, timed, self._context.of_call(self._program.prefix + call.name) as context:
             context.asker = Asker(self._world, self._models.engines, action.asks)
-            result = call_host_function(call, batch, context)
+            with ExitStack() as stack:
+                for ask in action.asks:
+                    if self._world.rank in ask.layout:
+                        stack.enter_context(self._weights(Run(ask.call, ask.layout)))
+                result = call_host_function(call, batch, context)
             context.asker.close()
         work = call.work_as(HostFunction)
         if work.filters or work.decides:
