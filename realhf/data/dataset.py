@@ -146,6 +146,10 @@ class ArrayDataset(DatasetConfig):
             object.__setattr__(self, "path", write_arrays(self.path))
         super().__post_init__()
         require(isinstance(self.path, str), "path", self.path, "be one file")
+        names = {each.name for each in dataclasses.fields(DatasetConfig)}
+        for name in sorted(names - {"path", "shuffle", "replacement"}):
+            if (value := getattr(self, name)) != getattr(DatasetConfig(), name):
+                raise ValueError(f"{name} is {value!r}: an ArrayDataset has no such setting")
         require(
             (self.num_rows > 0) == (not self.path), "num_rows", self.num_rows,
             "be above 0 without a path, and be left out with one")

@@ -177,7 +177,12 @@ class ModuleEngine(Engine):
         """Return what the function of a forward call returns for some rows: tensors by name."""
         _evaluating(self.module)
         function = call.work_as(ForwardFunction).function
+        before = self._random_states()
         columns = self._call(call, function, rows.to(self.groups.world.device), beside)
+        if any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)):
+            raise UserError(
+                f"call {call.name!r} draws random numbers of torch, which would be others in a resumed run: "
+                "give it a column of random numbers, drawn by the host call that asks, from a seed")
         if not isinstance(columns, Mapping):
             raise UserError(
                 f"call {call.name!r} returned {type(columns).__name__}: it must be a dict of tensors by key")
@@ -257,6 +262,15 @@ class ModuleEngine(Engine):
             columns[key] = normal.view(len(batch), *shape).to(self.flat.dtype).to(self.flat.device)
         return columns
 
+    def _random_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return torch's generators of which functions on this engine's device draw."""
+        if self.flat.device.type != "cuda":
+            return [torch.default_generator]
+        return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
     @contextmanager
     def _random(self, call: FunctionCall, step: int, number: int) -> Iterator[None]:
         """Hold a random state of its own for each micro-batch of each optimizer step."""
@@ -264,10 +278,7 @@ class ModuleEngine(Engine):
         words = f"{call.name}/{step}/{number}/{self.groups.at.dp}"
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             # torch.manual_seed would also keep a stack of each call for CUDA, as long as that is not in use.
-            generators = [torch.default_generator]
-            if device.type == "cuda":
-                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-            for generator in generators:
+            for generator in self._generators():
                 generator.manual_seed(stream_seed(self._seed, words) & 0x7FFFFFFFFFFFFFFF)
             yield
 

@@ -533,11 +533,14 @@ class ModuleConfig(ModelConfig):
         """Return the config. Raises ValueError unless the module can be called and the arguments are JSON."""
         if not callable(module):
             raise ValueError(f"module is {shown(module)}: it must be a class of modules, or return one")
+        name = f"{module.__module__}.{module.__qualname__}" if hasattr(module, "__qualname__") else ""
+        if not name or "<lambda>" in name:  # Two of them could not be told apart.
+            raise ValueError(
+                f"module is {shown(module)}: it must have a name of its own; give what it takes as arguments")
         try:
             given = json.dumps(dict(arguments), sort_keys=True)
         except (TypeError, ValueError) as error:
             raise ValueError(f"arguments must be JSON values by name: {error}") from error
-        name = f"{module.__module__}.{getattr(module, '__qualname__', type(module).__name__)}"
         return cls(
             "module", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1,
             num_kv_heads=1, head_dim=1, module=module, name=name, arguments=given, draw=draw)

@@ -4,6 +4,7 @@ import json
 import re
 import traceback
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -275,6 +276,22 @@ def test_faults_are_sentences(settings, sentence):
         Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run()
 
 
+def test_forward_functions_draw_no_numbers_of_their_own():
+    """A policy that samples with torch's generator would do otherwise after a resume."""
+    made = experiment("player", steps=1)
+    drawn = ForwardFunction(lambda actor, batch: {"action": torch.rand(len(batch), 1).double()})
+    graph = made.graph().replace(replace(made.graph()["act"], work=drawn))
+    made.graph = lambda: graph
+    with pytest.raises(ValueError, match="call 'act' draws random numbers of torch, which would be others"):
+        Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run()
+
+
+@pytest.mark.parametrize("change", [{"max_rows": 3}, {"map": len}, {"split": "test"}, {"chat": True}])
+def test_arrays_have_no_settings_of_texts(change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is .*: an ArrayDataset has no such setting"):
+        ArrayDataset(num_rows=3, **change)
+
+
 @pytest.mark.parametrize("layout", ["t2@0-1", "p2@0-1", "c2@0-1"])
 def test_only_replicas_are_legal(layout):
     plan = ExecutionPlan.from_dict({"calls": {"net_train": {"layout": layout}}})
@@ -287,6 +304,8 @@ def test_only_replicas_are_legal(layout):
     ({"dtype": "bfloat16"}, "dtype is bfloat16: it must be float32 or float64"),
     ({"optimizer": replace(experiment("regression").roles()["net"].optimizer, lr=None)}, "lr is not given"),
     ({"arguments": {"inputs": object()}}, "arguments must be JSON values"),
+    ({"module": lambda: Net(5)}, "it must have a name of its own"),
+    ({"module": partial(Net, 5)}, "it must have a name of its own"),
 ])
 def test_roles_of_modules_are_checked(change, sentence):
     with pytest.raises(ValueError, match=sentence):
