@@ -292,6 +292,7 @@ LAST_NUMBER = "# mine/reward.py"
 GUESS = "# guess.py"
 SUMS = "# sums.py"
 TRLS = "# trls.py"
+REGRESSION = "# regression.py"
 MODELS = "from realhf import GenerativeReward"
 OWN_FUNCTIONS = ("def my_loss(", "def simpo(", "def best_of_n(")
 ASK = "# ask.py"
@@ -323,7 +324,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
               SETS, SOURCES, REWARDS, PYTHON, HOOK, LIKE_TRL, AS_IN_TRL, LAST_NUMBER, ASK, GUESS, SUMS, TRLS,
-              MODELS, *OWN_FUNCTIONS, *LIKE_PEERS)
+              REGRESSION, MODELS, *OWN_FUNCTIONS, *LIKE_PEERS)
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)

@@ -29,7 +29,8 @@ from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.equal_programs import _actions
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
-from tests.cli_tools import TIMED
+from realhf.user_input.files import execute_file
+from tests.cli_tools import REPO, TIMED
 from tests.control.modules import (
     Net,
     Policy,
@@ -41,6 +42,7 @@ from tests.control.modules import (
     play,
     squared_error,
 )
+from tests.docs_pages import fences
 
 PLANS = {
     "regression": [{"net_train": "d4@0-3"}, {"net_train": "d3@3,1,2"}],
@@ -274,6 +276,14 @@ def test_faults_are_sentences(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         made = experiment("regression", steps=1, **settings)
         Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run()
+
+
+def test_the_regression_of_the_guide_learns(tmp_path):
+    (text,) = (text for language, text in fences(REPO / "docs/control.md") if language == "python")
+    (tmp_path / "regression.py").write_text(text)
+    made = execute_file(tmp_path / "regression.py", name="regression_of_the_guide").experiment
+    steps = Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run().metrics
+    assert len(steps) == 50 and steps[-1]["net/abs_error"] < 0.3 * steps[0]["net/abs_error"]
 
 
 def test_forward_functions_draw_no_numbers_of_their_own():
