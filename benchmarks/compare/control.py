@@ -72,7 +72,7 @@ _PAUSE_SECONDS = 0.05
 
 @dataclass
 class Settings:
-    """What all sides share; the words of the example."""
+    """Settings that all sides share, in the words of the example."""
 
     num_envs: int = 16
     horizon: int = 128
@@ -133,7 +133,7 @@ class Ring:
 
 
 class Point(NamedTuple):
-    """Where a side is after an update. Seconds count from the start of its command."""
+    """The frames and returns of a side after an update. Seconds count from the start of its command."""
 
     frames: int
     mean_return: float | None

@@ -76,7 +76,7 @@ class Station:
 
     @property
     def distance(self) -> float:
-        """How much is left to do, as a person sees it."""
+        """Return how much is left to do, as a person sees it."""
         x, y, z, angle = self.position
         if x < WALL:
             return hypot(x, y) + 0.3 * abs(angle) + max(0.0, z + DEPTH)

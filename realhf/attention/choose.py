@@ -45,7 +45,7 @@ class Installed:
 
 
 class KernelChoice(NamedTuple):
-    """What computes a kind of work, and why nothing else does."""
+    """A kernel for a kind of work, and the reason why it is not another one."""
 
     work: str
     kernels: str

@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 class Observed(NamedTuple):
-    """What a slice of environments shows after a step, with one entry for each environment."""
+    """Observations of a slice of environments after a step, with one entry for each environment."""
 
     observation: Array  # If an episode has ended, the first of the next one.
     reward: Array
@@ -42,7 +42,7 @@ class Question(Protocol):
 
 
 class Rolled(NamedTuple):
-    """What a source has shown in some steps; arrays have the shape (steps, num_envs, ...)."""
+    """Columns of some steps of a source; arrays have the shape (steps, num_envs, ...)."""
 
     columns: dict[str, Array]  # Observations, what was asked and answered, rewards, and ends of episodes.
     last: dict[str, Array]  # The answers about the observations after these steps, of shape (num_envs, ...).
