@@ -11,6 +11,7 @@ from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.inference.sampling import stream_seed, uniform
+from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout, even_split
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
@@ -251,3 +252,16 @@ def prompts_of(seed, lengths):
 def alone(case, **options):
     """Generate in this process."""
     return generate_in_rounds(World(), "d1@0", case, **options)
+
+
+def count_restarts(monkeypatch):
+    """Return a list that grows by a row whenever a scheduler computes one again."""
+    restarted = []
+    restart = Scheduler._restart
+
+    def record(self, row, **options):
+        restarted.append(row)
+        return restart(self, row, **options)
+
+    monkeypatch.setattr(Scheduler, "_restart", record)
+    return restarted

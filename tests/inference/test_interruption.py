@@ -9,7 +9,6 @@ from realhf.calls import Generate, InsertedPhrase, SamplingConfig
 from realhf.data.batch import Packed
 from realhf.distributed.world import World
 from realhf.engine.transformers import TransformersEngine
-from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
 from realhf.models.model_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
@@ -19,6 +18,7 @@ from tests.inference.rounds import (
     Case,
     alone,
     check_rows,
+    count_restarts,
     expected_rows,
     generate_in_rounds,
     make_engine,
@@ -98,10 +98,7 @@ def test_rounds_change_nothing(versions, phrases, budget):
     "options", marked([{"max_rows": 2}, {"prefill_tokens": 7}, {"kv_cache_gib": 5 * BLOCK_GIB}], quick=[2]))
 @pytest.mark.slow
 def test_slots_memory_and_chunks_change_nothing(versions, phrases, options, monkeypatch):
-    restarted = []
-    restart = Scheduler._restart
-    monkeypatch.setattr(
-        Scheduler, "_restart", lambda self, sample: (restarted.append(sample), restart(self, sample))[1])
+    restarted = count_restarts(monkeypatch)
     phrase = replace(phrases[0], after_tokens=30)
     case = _case(versions, 16, phrase=phrase, max_new=70, **options)
     expected = expected_rows(case, versions[0], keep=False)

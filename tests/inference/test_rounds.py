@@ -8,12 +8,12 @@ import torch
 
 from realhf.engine import native
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.scheduler import Scheduler
 from tests.inference.rounds import (
     BLOCK_GIB,
     Case,
     alone,
     check_rows,
+    count_restarts,
     expected_rows,
     generate_in_rounds,
     prompts_of,
@@ -71,10 +71,7 @@ def test_rounds_give_the_tokens_of_one_call(versions, budget):
 )
 @pytest.mark.slow
 def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
-    restarted = []
-    restart = Scheduler._restart
-    monkeypatch.setattr(
-        Scheduler, "_restart", lambda self, sample: (restarted.append(sample), restart(self, sample))[1])
+    restarted = count_restarts(monkeypatch)
     case = Case(_batches(), [None], 70, model=versions[1])
     expected, _ = alone(case)
     assert not restarted

@@ -12,7 +12,6 @@ from realhf.data.loader import load_tokenizer
 from realhf.distributed.world import World
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
-from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
 from realhf.models.model_config import TransformersConfig
 from realhf.runtime.compile.actions import spec_of
@@ -23,6 +22,7 @@ from tests.inference.rounds import (
     Case,
     alone,
     check_rows,
+    count_restarts,
     expected_rows,
     generate_in_rounds,
     make_engine,
@@ -160,10 +160,7 @@ def test_kept_caches_change_nothing(pool, versions, tokenizer, layout, name):
 
 @pytest.mark.slow
 def test_rows_that_give_up_their_memory_lose_no_history(pool, versions, tokenizer, monkeypatch):
-    restarted = []
-    restart = Scheduler._restart
-    monkeypatch.setattr(
-        Scheduler, "_restart", lambda self, sample: (restarted.append(sample), restart(self, sample))[1])
+    restarted = count_restarts(monkeypatch)
     for name in ("stops", "min_p and penalties"):
         case = _case(versions, tokenizer, name, kv_cache_gib=7 * BLOCK_GIB)
         case = replace(case, max_new=70, budgets=[70], sampling=case.sampling | {"ignore_eos": True})
