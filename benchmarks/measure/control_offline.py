@@ -27,16 +27,20 @@ import pasta  # noqa: E402
 import ss_orl  # noqa: E402
 from trajectories import TASKS  # noqa: E402
 
+RANDOM = {"pendulum": 4.8, "double_pendulum": 43.6, "reacher": -42.8, "hopper": 16.8}
+"""Mean returns of actions that are drawn uniformly, over 40 episodes."""
 SOURCES = ("oracle", "proxy", "shuffled", "labelled")
-SS_ORL = list(product(("pendulum", "reacher", "hopper"), (0, 1, 2), SOURCES))
+SS_ORL = list(product(RANDOM, (0, 1, 2), SOURCES))
+SS_ORL += [("hopper", seed, "proxy_all") for seed in (0, 1, 2)]  # The labelled tenth is drawn from all.
 PASTA = list(product(("swimmer", "hopper"), (0, 1, 2), ("component", "modality"), ("bert", "gpt")))
 STEPS = 60  # Steps of TD3+BC.
-RANDOM = {"pendulum": 4.8, "reacher": -42.8, "hopper": 16.8}
-"""Mean returns of actions that are drawn uniformly, over 40 episodes."""
 
 
 def run_ss_orl(out: Path, task: str, seed: int, source: str) -> dict:
-    experiment = replace(ss_orl.experiment, task=task, seed=seed, source=source, checkpoint_every=0)
+    source, _, labelled = source.partition("_")
+    experiment = replace(
+        ss_orl.experiment, task=task, seed=seed, source=source, labelled=labelled or "lower",
+        checkpoint_every=0)
     before = experiment.inverse_steps if source == "proxy" else 0
     experiment = replace(experiment, steps=STEPS + before)
     result = Trainer(compile_program(experiment, None, world_size=1), World(), out=out, quiet=True).run()
@@ -93,10 +97,10 @@ def picture(out: Path, path: Path) -> None:
     """Draw the curves of returns, and the errors of answers."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
     above, below = figure.subfigures(2, 1)
-    for axis, task in zip(above.subplots(1, 3), RANDOM, strict=True):
-        for source in SOURCES:
+    for axis, task in zip(above.subplots(1, len(RANDOM)), RANDOM, strict=True):
+        for source in (*SOURCES, "proxy_all"):
             curves = [line["returns"] for line in read(out, "ss_orl") if line["case"][::2] == [task, source]]
             if not curves:
                 continue

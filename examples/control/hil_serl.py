@@ -9,30 +9,19 @@ half comes from the pool of all transitions and a half from that of demonstratio
 replaces the policy's and goes to both pools.
 """
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 from insertion import ACTION_DIM, MAX_STEPS, OBSERVATION_DIM, Person, Scene, Station
+from networks import adam
 from soft_actor_critic import Actor, Critic, actor_loss, critic_loss
 
-from realhf import (
-    ArrayDataset,
-    DataflowGraph,
-    Experiment,
-    ForwardFunction,
-    FunctionCall,
-    HostFunction,
-    ModuleRole,
-    OptimizerConfig,
-    TrainFunction,
-)
+import realhf as r
 from realhf.steps.sample_pool import Samples
 
 TRANSITION = ("observation", "action", "reward", "next_observation", "done")
-ADAM = OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, max_grad_norm=math.inf)
 
 
 def act(actor, batch):
@@ -95,10 +84,10 @@ def play_alone(batch, context, *, episodes, dtype):
 
 
 @dataclass
-class HilSerl(Experiment):
+class HilSerl(r.Experiment):
     """A person shows the task, watches the policy, and steps in when it makes no progress."""
 
-    dataset: ArrayDataset = field(default_factory=lambda: ArrayDataset(num_rows=1 << 20, shuffle=False))
+    dataset: r.ArrayDataset = field(default_factory=lambda: r.ArrayDataset(num_rows=1 << 20, shuffle=False))
     batch_size: int = 32  # Steps of the environment in each step.
     demonstrations: int = 320  # Steps of the environment that the person shows at first.
     helps: bool = True  # Whether the person intervenes.
@@ -115,28 +104,28 @@ class HilSerl(Experiment):
         sizes = {"observation_dim": OBSERVATION_DIM, "action_dim": ACTION_DIM, "width": self.width}
         settings = {"arguments": sizes, "dtype": self.dtype}
         return {
-            "actor": ModuleRole(module=Actor, optimizer=ADAM, **settings),
-            "critic": ModuleRole(module=Critic, optimizer=ADAM, **settings),
-            "target": ModuleRole(module=Critic, follows="critic", follow_rate=0.005, **settings)}
+            "actor": r.ModuleRole(module=Actor, optimizer=adam(1e-3), **settings),
+            "critic": r.ModuleRole(module=Critic, optimizer=adam(1e-3), **settings),
+            "target": r.ModuleRole(module=Critic, follows="critic", follow_rate=0.005, **settings)}
 
     def graph(self):
         noise = {"noise": (ACTION_DIM,)}
         played = partial(play, seed=self.seed, helps=self.helps, dtype=self.dtype)
         alone = partial(play_alone, episodes=self.test_episodes, dtype=self.dtype)
-        learn = TrainFunction(partial(critic_loss, discount=self.discount), noise=noise)
+        learn = r.TrainFunction(partial(critic_loss, discount=self.discount), noise=noise)
         row = ("dataset_row",)
-        return DataflowGraph((
-            FunctionCall(
+        return r.DataflowGraph((
+            r.FunctionCall(
                 "play", inputs=row, outputs=TRANSITION,
-                work=HostFunction(played, filters=True, asks=("act",))),
-            FunctionCall("act", role="actor", inputs=row, work=ForwardFunction(act)),
-            FunctionCall("play_alone", inputs=row, work=HostFunction(alone, asks=("act_alone",))),
-            FunctionCall("act_alone", role="actor", inputs=row, work=ForwardFunction(act)),
-            FunctionCall(
+                work=r.HostFunction(played, filters=True, asks=("act",))),
+            r.FunctionCall("act", role="actor", inputs=row, work=r.ForwardFunction(act)),
+            r.FunctionCall("play_alone", inputs=row, work=r.HostFunction(alone, asks=("act_alone",))),
+            r.FunctionCall("act_alone", role="actor", inputs=row, work=r.ForwardFunction(act)),
+            r.FunctionCall(
                 "critic_train", role="critic", reads=("actor", "target"), inputs=TRANSITION, work=learn),
-            FunctionCall(
+            r.FunctionCall(
                 "actor_train", role="actor", reads=("critic",), inputs=("observation",),
-                work=TrainFunction(actor_loss, noise=noise))), inputs=row)
+                work=r.TrainFunction(actor_loss, noise=noise))), inputs=row)
 
     def parts(self, graph):
         return {

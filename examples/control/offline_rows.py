@@ -54,19 +54,24 @@ def windows(task: Task, steps: int, *, stride: int, held_out: bool) -> dict[str,
         "best": (number[starts] >= 0.9 * (number.max() + 1)).astype(np.float32)}
 
 
-def labelled_rows(task: str, seed: int) -> Path:
+def rows_path(task: str, seed: int, labelled: str) -> Path:
+    """Return the file of a task's rows, labelled in the `lower` half of the trajectories or in `all`."""
+    return Path(f"runs/control/ss_orl-{task}-{labelled}-{seed}.safetensors")
+
+
+def labelled_rows(task: str, seed: int, labelled: str) -> Path:
     """Return the file of the rows, which is made if it is not there.
 
-    A tenth of the trajectories, drawn from the half with lower returns, is labelled. A row has PER_ROW
-    transitions, drawn without replacement from the labelled trajectories or from the others.
+    A tenth of the trajectories is labelled, drawn from the half with lower returns or from all. A row has
+    PER_ROW transitions, drawn without replacement from the labelled trajectories or from the others.
     """
-    return prepare_once(f"runs/control/ss_orl-{task}-{seed}.safetensors", partial(_write_rows, task, seed))
+    return prepare_once(rows_path(task, seed, labelled), partial(_write_rows, task, seed, labelled))
 
 
-def _write_rows(task: str, seed: int, path: Path) -> None:
+def _write_rows(task: str, seed: int, labelled: str, path: Path) -> None:
     rng = np.random.default_rng(seed)
     number = len(load(TASKS[task]))
-    chosen = rng.choice(number // 2, number // 10, replace=False)
+    chosen = rng.choice(number // 2 if labelled == "lower" else number, number // 10, replace=False)
     columns = transitions(TASKS[task])
     columns["labelled"] = np.isin(columns.pop("trajectory"), chosen).astype(np.float32)
     columns["oracle"] = columns.pop("action")

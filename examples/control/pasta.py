@@ -18,18 +18,7 @@ from offline_rows import STEPS, window_rows
 from token_model import Adapter, Pasta, asked_of, drawn_mask, masked_error, predict, squared
 from torch import Tensor, nn
 
-from realhf import (
-    ArrayDataset,
-    Batch,
-    DataflowGraph,
-    Experiment,
-    ForwardFunction,
-    FunctionCall,
-    HostFunction,
-    ModuleRole,
-    OptimizerConfig,
-    TrainFunction,
-)
+import realhf as r
 
 QUESTIONS = ("action", "forward", "inverse")
 PROBED = tuple(question + against for question in QUESTIONS for against in ("", "_copy", "_mean"))
@@ -40,7 +29,7 @@ ACTIONS = {"pendulum": 1, "reacher": 2, "hopper": 3, "swimmer": 2, "hopper_small
 """Components of the actions of each task."""
 
 
-def pretrain_loss(model: Pasta, batch: Batch) -> Tensor:
+def pretrain_loss(model: Pasta, batch: r.Batch) -> Tensor:
     values = batch["window"]
     if model.causal:
         none = torch.zeros_like(values, dtype=torch.bool)
@@ -49,7 +38,7 @@ def pretrain_loss(model: Pasta, batch: Batch) -> Tensor:
     return masked_error(model(values, hidden), values, hidden)
 
 
-def imitation_loss(adapter: Adapter, batch: Batch, model: Pasta) -> Tensor:
+def imitation_loss(adapter: Adapter, batch: r.Batch, model: Pasta) -> Tensor:
     values = batch["best_window"]
     asked = asked_of("action", values, model.states)
     return masked_error(adapter(model)(values, asked), values, asked)
@@ -60,7 +49,7 @@ def inputs_of(values: Tensor, states: int) -> Tensor:
     return values.flatten(1)[:, : (values.shape[1] - 1) * values.shape[2] + states]
 
 
-def clone_loss(perceptron: nn.Module, batch: Batch, *, states: int) -> Tensor:
+def clone_loss(perceptron: nn.Module, batch: r.Batch, *, states: int) -> Tensor:
     values = batch["best_window"]
     return ((perceptron(inputs_of(values, states)) - values[:, -1, states:]) ** 2).mean(dim=1)
 
@@ -71,7 +60,7 @@ def broken(values: Tensor, states: int, share: int) -> Tensor:
     return ((component % max(1, share) == 0) & (component < states) & (share > 0)).expand_as(values)
 
 
-def probe(model: Pasta, batch: Batch) -> dict[str, Tensor]:
+def probe(model: Pasta, batch: r.Batch) -> dict[str, Tensor]:
     """Return the errors of the model's answers, and those of the step before and of the mean, 0."""
     values = batch["window"]
     errors = {}
@@ -83,7 +72,9 @@ def probe(model: Pasta, batch: Batch) -> dict[str, Tensor]:
     return errors
 
 
-def probe_failures(adapter: Adapter, batch: Batch, model: Pasta, perceptron: nn.Module) -> dict[str, Tensor]:
+def probe_failures(
+    adapter: Adapter, batch: r.Batch, model: Pasta, perceptron: nn.Module
+) -> dict[str, Tensor]:
     """Return errors of imitated actions where no, every fourth, or every second sensor fails."""
     values = batch["window"]
     asked = asked_of("action", values, model.states)
@@ -110,7 +101,7 @@ def keep_best(batch, context):
 
 
 @dataclass
-class PASTA(Experiment):
+class PASTA(r.Experiment):
     """First pretraining. Then adapters, and a perceptron of the model's size, imitate the best."""
 
     task: Literal["pendulum", "reacher", "hopper", "swimmer", "hopper_small"] = "hopper"
@@ -124,8 +115,8 @@ class PASTA(Experiment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.dataset = ArrayDataset(f"runs/control/pasta-{self.task}-train.safetensors")
-        self.eval_dataset = ArrayDataset(f"runs/control/pasta-{self.task}-test.safetensors")
+        self.dataset = r.ArrayDataset(f"runs/control/pasta-{self.task}-train.safetensors")
+        self.eval_dataset = r.ArrayDataset(f"runs/control/pasta-{self.task}-test.safetensors")
 
     def sizes(self) -> tuple[int, int]:
         """Return the numbers of components of a state and of an action."""
@@ -135,7 +126,7 @@ class PASTA(Experiment):
         actions = ACTIONS[self.task]
         return self.dataset.columns()["window"][-1] - actions, actions
 
-    def roles(self) -> dict[str, ModuleRole]:
+    def roles(self) -> dict[str, r.ModuleRole]:
         """Return roles of equal sizes: the width of feed-forward layers is chosen for that."""
         states, actions = self.sizes()
         size = {"states": states, "actions": actions, "width": self.width, "layers": self.layers}
@@ -146,8 +137,8 @@ class PASTA(Experiment):
             whole["hidden"] = widest(lambda hidden: Pasta(**{**whole, "hidden": hidden}), most)
         ends = {"inputs": (STEPS - 1) * (states + actions) + states, "outputs": actions}
         ends["width"] = widest(lambda width: mlp(**{**ends, "width": width}), most)
-        of = partial(ModuleRole, dtype=self.dtype)
-        rate = OptimizerConfig(lr=2e-3, warmup_steps=20)
+        of = partial(r.ModuleRole, dtype=self.dtype)
+        rate = r.OptimizerConfig(lr=2e-3, warmup_steps=20)
         return {
             "model": of(module=Pasta, arguments=whole, optimizer=replace(
                 rate, schedule="cosine", total_steps=(self.steps - self.adapt_steps) * self.updates)),
@@ -155,30 +146,30 @@ class PASTA(Experiment):
                 module=Adapter, arguments={"width": self.width, "layers": self.layers}, optimizer=rate),
             "perceptron": of(module=mlp, arguments=ends, optimizer=rate)}
 
-    def graph(self) -> DataflowGraph:
+    def graph(self) -> r.DataflowGraph:
         states, actions = self.sizes()
         noise = {"noise": (2 + STEPS * (states + actions),)}
-        return DataflowGraph((
-            FunctionCall("pretrain", role="model", inputs=("window",),
-                         work=TrainFunction(pretrain_loss, minibatches=self.updates, noise=noise)),
-            FunctionCall("keep_best", inputs=("window", "best"), outputs=("best_window",),
-                         work=HostFunction(keep_best, filters=True)),
-            FunctionCall("imitate", role="adapter", reads=("model",), inputs=("best_window",),
-                         work=TrainFunction(imitation_loss, minibatches=self.updates)),
-            FunctionCall("clone", role="perceptron", inputs=("best_window",), work=TrainFunction(
+        return r.DataflowGraph((
+            r.FunctionCall("pretrain", role="model", inputs=("window",),
+                           work=r.TrainFunction(pretrain_loss, minibatches=self.updates, noise=noise)),
+            r.FunctionCall("keep_best", inputs=("window", "best"), outputs=("best_window",),
+                           work=r.HostFunction(keep_best, filters=True)),
+            r.FunctionCall("imitate", role="adapter", reads=("model",), inputs=("best_window",),
+                           work=r.TrainFunction(imitation_loss, minibatches=self.updates)),
+            r.FunctionCall("clone", role="perceptron", inputs=("best_window",), work=r.TrainFunction(
                 partial(clone_loss, states=states), minibatches=self.updates)),
         ), inputs=("window", "best"))
 
-    def eval_graph(self) -> DataflowGraph:
-        return DataflowGraph((
-            FunctionCall("probe", role="model", inputs=("window",), outputs=PROBED,
-                         work=ForwardFunction(probe)),
-            FunctionCall("probe_failures", role="adapter", reads=("model", "perceptron"), inputs=("window",),
-                         outputs=FAILURES, work=ForwardFunction(probe_failures)),
-            FunctionCall("means", inputs=("best", *PROBED, *FAILURES), work=HostFunction(means)),
+    def eval_graph(self) -> r.DataflowGraph:
+        return r.DataflowGraph((
+            r.FunctionCall("probe", role="model", inputs=("window",), outputs=PROBED,
+                           work=r.ForwardFunction(probe)),
+            r.FunctionCall("probe_failures", role="adapter", reads=("model", "perceptron"),
+                           inputs=("window",), outputs=FAILURES, work=r.ForwardFunction(probe_failures)),
+            r.FunctionCall("means", inputs=("best", *PROBED, *FAILURES), work=r.HostFunction(means)),
         ), inputs=("window", "best"))
 
-    def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
+    def parts(self, graph: r.DataflowGraph) -> dict[str, tuple[str, ...]]:
         return {"pretrain": ("pretrain",), "adapt": ("keep_best", "imitate", "clone")}
 
     def step(self, run) -> None:

@@ -13,21 +13,11 @@ from typing import Literal
 
 import torch
 from networks import Actor, Critic, InverseDynamics, adam, per_row
-from offline_rows import PER_ROW, labelled_rows, normal
+from offline_rows import PER_ROW, labelled_rows, normal, rows_path
 from torch import Tensor
 from trajectories import TASKS, returns
 
-from realhf import (
-    ArrayDataset,
-    Batch,
-    DataflowGraph,
-    Experiment,
-    ForwardFunction,
-    FunctionCall,
-    HostFunction,
-    ModuleRole,
-    TrainFunction,
-)
+import realhf as r
 
 DISCOUNT = 0.99
 FOLLOW_RATE = 0.02  # Of the target networks in an update.
@@ -37,7 +27,7 @@ STATES = ("previous", "state", "following")
 LARGEST = 0.999  # Actions are cut here before their inverse hyperbolic tangent is learned.
 
 
-def inverse_loss(idm: InverseDynamics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def inverse_loss(idm: InverseDynamics, batch: r.Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the negative log-likelihood of labelled actions, without the terms that no weight changes."""
     mean, log_deviation = idm(*(batch[key] for key in STATES))
     target = batch["label"].clamp(-LARGEST, LARGEST).atanh()
@@ -45,14 +35,14 @@ def inverse_loss(idm: InverseDynamics, batch: Batch) -> tuple[Tensor, dict[str, 
     return per_row(loss), {"error": per_row((mean.tanh() - batch["label"]) ** 2)}
 
 
-def proxy(idm: InverseDynamics, batch: Batch) -> dict[str, Tensor]:
+def proxy(idm: InverseDynamics, batch: r.Batch) -> dict[str, Tensor]:
     """Return the true action where it is known, and else the one that the model holds for most probable."""
     guess = idm(*(batch[key] for key in STATES))[0].tanh()
     return {"proxy": torch.where(batch["labelled"][..., None] > 0, batch["oracle"], guess)}
 
 
 def critic_loss(
-    critic: Critic, batch: Batch, next_actor: Actor, next_critic: Critic, *, action: str
+    critic: Critic, batch: r.Batch, next_actor: Actor, next_critic: Critic, *, action: str
 ) -> Tensor:
     """Return the error of both values: clipped double Q-learning with noise on the next action."""
     with torch.no_grad():
@@ -64,7 +54,7 @@ def critic_loss(
     return per_row((first - target) ** 2 + (second - target) ** 2)
 
 
-def values(critic: Critic, batch: Batch, actor: Actor) -> dict[str, Tensor]:
+def values(critic: Critic, batch: r.Batch, actor: Actor) -> dict[str, Tensor]:
     """Return how large the values of the policy's actions are."""
     return {"size": per_row(critic(batch["state"], actor(batch["state"]))[0].abs())}
 
@@ -76,7 +66,7 @@ def mean_size(batch, context):
 
 
 def actor_loss(
-    actor: Actor, batch: Batch, critic: Critic, *, action: str
+    actor: Actor, batch: r.Batch, critic: Critic, *, action: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of TD3+BC: near the data, and where the critic's value is high."""
     chosen = actor(batch["state"])
@@ -90,7 +80,7 @@ def keep_labelled(batch, context):
     return {"label": batch["oracle"], "keep": batch["labelled"][:, 0] > 0}
 
 
-def act(actor: Actor, batch: Batch) -> dict[str, Tensor]:
+def act(actor: Actor, batch: r.Batch) -> dict[str, Tensor]:
     return {"action": actor(batch["state"].to(next(actor.parameters()).dtype))}
 
 
@@ -106,12 +96,13 @@ def play(batch, context, *, task: str, episodes: int):
 
 
 @dataclass
-class SSORL(Experiment):
+class SSORL(r.Experiment):
     """First inverse dynamics, then labels and TD3+BC. A step has `updates`, and half as many of the actor."""
 
-    task: Literal["pendulum", "reacher", "hopper", "swimmer", "hopper_small"] = "pendulum"
+    task: Literal[*TASKS] = "pendulum"
     source: Literal["proxy", "oracle", "labelled", "shuffled"] = "proxy"
     """Where actions come from: the model; the data; the labelled data alone; the data, in another order."""
+    labelled: Literal["lower", "all"] = "lower"  # Half of the trajectories that actions are known of, or all.
     updates: int = 20
     inverse_steps: int = 30  # Steps of the inverse dynamics.
     play_every: int = 20  # Steps between returns, each over `play_episodes`.
@@ -122,17 +113,17 @@ class SSORL(Experiment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.dataset = ArrayDataset(f"runs/control/ss_orl-{self.task}-{self.seed}.safetensors")
+        self.dataset = r.ArrayDataset(str(rows_path(self.task, self.seed, self.labelled)))
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of a state and of an action; make the rows if they are not there."""
         if not Path(self.dataset.path).exists():
-            labelled_rows(self.task, self.seed)
+            labelled_rows(self.task, self.seed, self.labelled)
         shapes = self.dataset.columns()
         return {"states": shapes["state"][-1], "actions": shapes["oracle"][-1]}
 
-    def roles(self) -> dict[str, ModuleRole]:
-        of = partial(ModuleRole, arguments=self.sizes() | {"width": self.width}, dtype=self.dtype)
+    def roles(self) -> dict[str, r.ModuleRole]:
+        of = partial(r.ModuleRole, arguments=self.sizes() | {"width": self.width}, dtype=self.dtype)
         follow = 1 - (1 - FOLLOW_RATE) ** self.updates  # As if the targets had moved after each update.
         roles = {
             "actor": of(module=Actor, optimizer=adam(self.rate)),
@@ -143,39 +134,39 @@ class SSORL(Experiment):
             roles["idm"] = of(module=InverseDynamics, optimizer=adam(1e-3))
         return roles
 
-    def graph(self) -> DataflowGraph:
+    def graph(self) -> r.DataflowGraph:
         action = {"labelled": "label"}.get(self.source, self.source)
         noise = {"noise": (PER_ROW, self.sizes()["actions"])}
         player = partial(play, task=self.task, episodes=self.play_episodes)
         calls = [
-            FunctionCall("values", role="critic", reads=("actor",), inputs=("state", action),
-                         outputs=("size",), work=ForwardFunction(values)),
-            FunctionCall("mean_size", inputs=("size",), outputs=("scale",), work=HostFunction(mean_size)),
-            FunctionCall(
+            r.FunctionCall("values", role="critic", reads=("actor",), inputs=("state", action),
+                           outputs=("size",), work=r.ForwardFunction(values)),
+            r.FunctionCall("mean_size", inputs=("size",), outputs=("scale",), work=r.HostFunction(mean_size)),
+            r.FunctionCall(
                 "critic_train", role="critic", reads=("next_actor", "next_critic"),
                 inputs=("state", action, "reward", "following", "ended"),
-                work=TrainFunction(
+                work=r.TrainFunction(
                     partial(critic_loss, action=action), minibatches=self.updates, noise=noise)),
-            FunctionCall(
+            r.FunctionCall(
                 "actor_train", role="actor", reads=("critic",), inputs=("state", action, "scale"),
-                work=TrainFunction(partial(actor_loss, action=action), minibatches=self.updates // 2)),
-            FunctionCall("play", inputs=("dataset_row",), work=HostFunction(player, asks=("act",))),
-            FunctionCall("act", role="actor", inputs=("dataset_row",), work=ForwardFunction(act))]
+                work=r.TrainFunction(partial(actor_loss, action=action), minibatches=self.updates // 2)),
+            r.FunctionCall("play", inputs=("dataset_row",), work=r.HostFunction(player, asks=("act",))),
+            r.FunctionCall("act", role="actor", inputs=("dataset_row",), work=r.ForwardFunction(act))]
         if self.source in ("proxy", "labelled"):
-            calls.append(FunctionCall(
+            calls.append(r.FunctionCall(
                 "keep_labelled", inputs=("labelled", "oracle"), outputs=("label",),
-                work=HostFunction(keep_labelled, filters=True)))
+                work=r.HostFunction(keep_labelled, filters=True)))
         if self.source == "proxy":
             calls += [
-                FunctionCall("idm_train", role="idm", inputs=(*STATES, "label"),
-                             work=TrainFunction(inverse_loss, minibatches=self.updates)),
-                FunctionCall("label", role="idm", inputs=(*STATES, "labelled", "oracle"),
-                             outputs=("proxy",), work=ForwardFunction(proxy))]
+                r.FunctionCall("idm_train", role="idm", inputs=(*STATES, "label"),
+                               work=r.TrainFunction(inverse_loss, minibatches=self.updates)),
+                r.FunctionCall("label", role="idm", inputs=(*STATES, "labelled", "oracle"),
+                               outputs=("proxy",), work=r.ForwardFunction(proxy))]
         written = {key for call in calls for key in call.outputs}
         read = {key for call in calls for key in call.inputs}
-        return DataflowGraph(tuple(calls), inputs=tuple(sorted(read - written)))
+        return r.DataflowGraph(tuple(calls), inputs=tuple(sorted(read - written)))
 
-    def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
+    def parts(self, graph: r.DataflowGraph) -> dict[str, tuple[str, ...]]:
         names = {call.name for call in graph.calls}
         learn = tuple(sorted(names - {"play", "act", "keep_labelled", "idm_train"}))
         parts = {"play": ("play", "act"), "learn": learn}

@@ -143,7 +143,6 @@ def asked_of(question: str, values: Tensor, states: int) -> Tensor:
 
 
 
-
 def predict(
     model: Pasta, logits: Logits, values: Tensor, question: str, *, failed: Tensor | None = None
 ) -> Tensor:

@@ -38,6 +38,8 @@ TASKS = {
     "pendulum": Task(
         "InvertedPendulum-v5", iterations=12, directions=4, best=4, step_size=0.05, deviation=0.1,
         episodes=40),
+    "double_pendulum": Task(
+        "InvertedDoublePendulum-v5", iterations=60, step_size=0.3, deviation=0.5, episodes=40, length=500),
     "reacher": Task(
         "Reacher-v5", directions=8, best=4, step_size=0.05, deviation=0.05, episodes=100, length=50),
     "hopper": Task("Hopper-v5", iterations=50, episodes=40, noise=0.1, deviation=0.025, bonus=1.0),

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ from realhf.engine.hf_factory import named_tensors
 from realhf.experiment import Expected
 from realhf.inference.sampling import stream_seed, uniform
 from realhf.models.modules import module_of
-from tests.cli_tools import ForkedCommand, read_jsonl, untimed, wait_until, write_plan
+from tests.cli_tools import read_jsonl, write_plan
 
 CONTROL = Path(__file__).parents[2] / "examples" / "control"
 sys.path.insert(0, str(CONTROL))
@@ -34,14 +32,6 @@ import soft_actor_critic as sac  # noqa: E402
 SMALL = {
     "dtype": "float64", "width": 16, "rows": 16, "batch_size": 16, "demonstrations": 40, "updates": 4,
     "first_update": 2, "test_every": 3, "test_episodes": 4, "steps": 6, "checkpoint_every": 1, "seed": 3,
-}
-PLANS = {
-    "apart": {
-        "play": "d1@0", "act": "d1@0", "play_alone": "d1@1", "act_alone": "d1@1", "critic_train": "d1@1",
-        "actor_train": "d1@0"},
-    "replicas": {
-        "play": "d1@0", "act": "d1@1", "play_alone": "d1@0", "act_alone": "d1@1", "critic_train": "d2@0-1",
-        "actor_train": "d2@0-1"},
 }
 
 
@@ -299,35 +289,6 @@ def test_a_run_equals_a_plain_loop(one_rank):
             torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
     tested = [step for step in read_jsonl(one_rank / "metrics.jsonl") if "alone/steps" in step]
     assert [step["alone/steps"] for step in tested] == [each["alone/steps"] for each in plain.metrics]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in PLANS])
-def test_plans_do_not_change_a_run(name, one_rank, tmp_path):
-    plan = write_plan(tmp_path, PLANS[name])
-    with ForkedCommand(*words(), "--nproc", 2, "--plan", plan, "--out", tmp_path / "run") as command:
-        code, _, said = command.finish()
-    assert code == 0, said
-    ours, expected = weights_of(tmp_path / "run"), weights_of(one_rank)
-    for key, tensor in expected.items():
-        torch.testing.assert_close(ours[key], tensor, rtol=1e-8, atol=1e-11)
-    both = (untimed(out / "metrics.jsonl") for out in (tmp_path / "run", one_rank))
-    for step, one in zip(*both, strict=True):
-        for metric in ("human/share", "episodes/ended", "critic/loss", "actor/entropy", "alone/success"):
-            assert step.get(metric, 0) == pytest.approx(one.get(metric, 0), rel=1e-8)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_exactly(one_rank, tmp_path):
-    out = tmp_path / "run"
-    with ForkedCommand(*words(), "--out", out) as command:
-        assert wait_until(lambda: (out / "checkpoints" / "step_3").exists(), seconds=120)
-        for pid in command.processes():
-            os.kill(pid, signal.SIGKILL)
-    assert len(untimed(out / "metrics.jsonl")) < SMALL["steps"]
-    assert main([*words(), "--out", str(out), "--resume"]) == 0
-    assert untimed(out / "metrics.jsonl") == untimed(one_rank / "metrics.jsonl")
-    expected = weights_of(one_rank)
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in weights_of(out).items())
 
 
 def test_a_half_of_every_update_is_from_either_pool():

@@ -1,50 +1,29 @@
-"""PASTA: a run equals a plain loop, under every plan, and goes on exactly; answers see what they may."""
+"""PASTA: its run equals a plain loop; answers see what they may."""
 
 import copy
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from realhf import ArrayDataset
-from tests.cli_tools import untimed
-from tests.control import offline
-
-ROWS, STATES, ACTIONS = 100, 4, 3
-SETTINGS = {
-    "task": "hopper_small", "updates": 2, "adapt_steps": 2, "width": 16, "layers": 1, "dtype": "float64",
-    "batch_size": 8, "steps": 4, "checkpoint_every": 1, "keep_checkpoints": 9}
+from tests.control import programs
+from tests.control.programs import ACTIONS, ROWS, STATES
 
 
-def make(directory, **settings):
-    from pasta import PASTA
-
-    experiment = PASTA(**SETTINGS | settings)
-    experiment.dataset = ArrayDataset(str(directory / "windows.safetensors"), shuffle=False)
-    experiment.eval_dataset = ArrayDataset(str(directory / "windows.safetensors"))
-    return experiment
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    programs.write_rows(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """Write windows of noise, of which every fourth is from the best trajectories."""
-    import pasta
-
-    path = tmp_path_factory.mktemp("windows")
-    generator = torch.Generator().manual_seed(0)
-    window = torch.randn(ROWS, pasta.STEPS, STATES + ACTIONS, generator=generator, dtype=torch.float64)
-    best = (torch.arange(ROWS) % 4 == 0).double()
-    save_file({"window": window, "best": best}, path / "windows.safetensors")
-    return path
-
-
-def plain_loop(directory, objective: str) -> list[dict[str, float]]:
+def plain_loop(objective: str) -> list[dict[str, float]]:
     """Return the losses of each step, as a loop in one process computes them."""
     import pasta
 
-    experiment = make(directory, objective=objective)
-    rows = load_file(directory / "windows.safetensors")
-    modules = offline.initial(experiment)
+    experiment = programs.make("pasta", steps=4, objective=objective)
+    rows = load_file(experiment.dataset.path)
+    modules = programs.initial(experiment)
     optimizers = {
         name: torch.optim.AdamW(module.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
         for name, module in modules.items()}
@@ -62,7 +41,7 @@ def plain_loop(directory, objective: str) -> list[dict[str, float]]:
         for part in range(2):
             some = {key: column[part * size : (part + 1) * size] for key, column in batch.items()}
             shape = (2 + pasta.STEPS * (STATES + ACTIONS),)
-            some["noise"] = offline.normal_noise(0, "pretrain", counts[role], some["ids"].tolist(), shape)
+            some["noise"] = programs.normal_noise(0, "pretrain", counts[role], some["ids"].tolist(), shape)
             loss = function(modules[role], some, **beside).mean()
             optimizers[role].zero_grad()
             loss.backward()
@@ -93,35 +72,10 @@ def plain_loop(directory, objective: str) -> list[dict[str, float]]:
     return metrics
 
 
-PLANS = {
-    "one": {},
-    "replicas": dict.fromkeys(("pretrain", "imitate", "clone"), "d2@0-1"),
-    "apart": {"pretrain": "d2@0-1", "imitate": "d2@2-3", "clone": "d1@1"},
-}
-
-
 @pytest.mark.parametrize("objective", ["bert", "gpt"])
 def test_a_run_equals_a_plain_loop(pool, directory, objective):
-    ours = pool.run(offline.run, make, {"directory": directory, "objective": objective}, PLANS["one"])[0]
-    assert not offline.differences(ours, plain_loop(directory, objective))
-
-
-def test_a_plan_changes_no_number(pool, directory):
-    settings = {"directory": directory, "tokens": "modality", "width": 32, "layers": 2}
-    one, *others = (pool.run(offline.run, make, settings, plan)[0] for plan in PLANS.values())
-    for other in others:
-        assert not offline.differences(other, one)
-
-
-def test_a_run_goes_on_bit_for_bit(pool, directory, tmp_path):
-    """From a checkpoint amid pretraining, and from one amid the adaptation."""
-    settings = {"directory": directory}
-    pool.run(offline.run, make, settings, PLANS["apart"], tmp_path / "whole")
-    for step in (1, 3):
-        out = tmp_path / f"from_{step}"
-        start = tmp_path / f"whole/checkpoints/step_{step}"
-        pool.run(offline.run, make, settings, PLANS["apart"], out, start)
-        assert untimed(out / "metrics.jsonl") == untimed(tmp_path / "whole/metrics.jsonl")
+    ours = pool.run(programs.run, "pasta", directory, {}, {"steps": 4, "objective": objective})[0]
+    assert not programs.differences(ours, plain_loop(objective))
 
 
 def windows(count: int = 5) -> torch.Tensor:
@@ -190,7 +144,7 @@ def test_bins_and_their_centres():
 def test_sizes_are_equal_and_adapters_small(directory):
     counts = {}
     for tokens in ("component", "modality"):
-        for name, role in make(directory, tokens=tokens, width=96, layers=3).roles().items():
+        for name, role in programs.make("pasta", tokens=tokens, width=96, layers=3).roles().items():
             counts[tokens, name] = sum(p.numel() for p in role.module(**role.arguments).parameters())
     most = counts["component", "model"]
     assert 300_000 < most < 400_000

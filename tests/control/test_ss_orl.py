@@ -1,4 +1,4 @@
-"""SS-ORL: its run equals a plain loop, under every plan, and goes on exactly."""
+"""SS-ORL: its run equals a plain loop, and its policy plays while it learns."""
 
 import copy
 from contextlib import chdir
@@ -6,52 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from realhf import ArrayDataset
-from tests.cli_tools import untimed
-from tests.control import offline
-
-ROWS, STATES, ACTIONS = 100, 3, 2
-SETTINGS = {
-    "task": "hopper_small", "updates": 4, "inverse_steps": 2, "play_every": 100, "width": 8, "rate": 3e-4,
-    "dtype": "float64", "batch_size": 8, "steps": 4, "checkpoint_every": 1, "keep_checkpoints": 9}
+from tests.control import programs
+from tests.control.programs import ACTIONS, ROWS
 
 
-def make(directory, **settings):
-    from ss_orl import SSORL
-
-    experiment = SSORL(**SETTINGS | settings)
-    experiment.dataset = ArrayDataset(str(directory / "rows.safetensors"), shuffle=False)
-    return experiment
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """Write rows of noise, of which every fourth is labelled."""
-    from ss_orl import PER_ROW
-
-    path = tmp_path_factory.mktemp("rows")
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape):
-        return torch.randn(ROWS, PER_ROW, *shape, generator=generator, dtype=torch.float64)
-
-    rows = {key: drawn(STATES) for key in ("previous", "state", "following")}
-    rows |= {key: drawn(ACTIONS).tanh() for key in ("oracle", "shuffled")} | {"reward": drawn()}
-    rows["ended"] = (drawn() > 1).double()
-    rows["labelled"] = (torch.arange(ROWS) % 4 == 0).double()[:, None].expand(-1, PER_ROW).contiguous()
-    save_file(rows, path / "rows.safetensors")
-    return path
-
-
-def plain_loop(directory, source: str) -> list[dict[str, float]]:
+def plain_loop(source: str) -> list[dict[str, float]]:
     """Return the losses of each step, as a loop in one process computes them."""
     import ss_orl
 
-    experiment = make(directory, source=source)
-    rows = load_file(directory / "rows.safetensors")
-    modules = offline.initial(experiment)
+    experiment = programs.make("ss_orl", steps=4, source=source)
+    rows = load_file(experiment.dataset.path)
+    modules = programs.initial(experiment)
     optimizers = {
         name: torch.optim.Adam(modules[name].parameters(), lr=role.optimizer.lr, betas=(0.9, 0.999))
         for name, role in experiment.roles().items() if role.optimizer}
@@ -92,7 +59,7 @@ def plain_loop(directory, source: str) -> list[dict[str, float]]:
         size = len(batch["ids"]) // 4
         shape = (ss_orl.PER_ROW, ACTIONS)
         batch["noise"] = torch.cat([
-            offline.normal_noise(
+            programs.normal_noise(
                 0, "critic_train", critic_steps + i, batch["ids"][i * size : (i + 1) * size].tolist(), shape)
             for i in range(4)])
         critic_steps += 4
@@ -117,52 +84,12 @@ def follow(modules, role: str, experiment) -> None:
             average.lerp_(now, rate)
 
 
-PLANS = {
-    "one": {},
-    "replicas": dict.fromkeys(("idm_train", "label", "critic_train", "values", "actor_train"), "d2@0-1"),
-    "apart": {
-        "idm_train": "d2@0-1", "label": "d1@2", "critic_train": "d2@2-3", "values": "d1@1",
-        "actor_train": "d2@0-1"},
-}
-
-
-@pytest.fixture(scope="module")
-def reference(pool, directory):
-    return pool.run(offline.run, make, {"directory": directory}, PLANS["one"])[0]
-
-
 @pytest.mark.parametrize("source", ["proxy", "labelled"])
-def test_a_run_equals_a_plain_loop(pool, directory, source):
-    ours = pool.run(offline.run, make, {"directory": directory, "source": source}, PLANS["one"])[0]
-    expected = plain_loop(directory, source)
-    assert not offline.differences(ours, expected)
-    assert any("critic/loss" in step for step in expected)
-
-
-@pytest.mark.parametrize("plan", ["replicas", "apart"])
-def test_a_plan_changes_no_number(pool, directory, reference, plan):
-    ours = pool.run(offline.run, make, {"directory": directory}, PLANS[plan])[0]
-    assert not offline.differences(ours, reference)
-
-
-def test_a_run_goes_on_bit_for_bit(pool, directory, tmp_path):
-    """From a checkpoint amid the inverse dynamics, and from one after it."""
-    settings = {"directory": directory}
-    pool.run(offline.run, make, settings, PLANS["apart"], tmp_path / "whole")
-    for step in (1, 3):
-        out = tmp_path / f"from_{step}"
-        start = tmp_path / f"whole/checkpoints/step_{step}"
-        pool.run(offline.run, make, settings, PLANS["apart"], out, start)
-        assert untimed(out / "metrics.jsonl") == untimed(tmp_path / "whole/metrics.jsonl")
-
-
-def played(world, directory, layouts, out):
-    """Make the data of the small task in `directory`, and learn and play on it."""
-    from ss_orl import SSORL
-
-    settings = {"source": "oracle", "steps": 2, "play_every": 1, "play_episodes": 2, "dtype": "float32"}
-    with chdir(directory):
-        return offline.run(world, SSORL, SETTINGS | settings, layouts, out)
+def test_a_run_equals_a_plain_loop(pool, tmp_path, monkeypatch, source):
+    programs.write_rows(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    ours = pool.run(programs.run, "ss_orl", tmp_path, {}, {"steps": 4, "source": source})[0]
+    assert not programs.differences(ours, plain_loop(source))
 
 
 def test_a_policy_plays_while_it_learns(pool, tmp_path):
@@ -172,11 +99,15 @@ def test_a_policy_plays_while_it_learns(pool, tmp_path):
     from offline_rows import normal
     from trajectories import TASKS, returns
 
-    inline = pool.run(played, tmp_path, {}, tmp_path / "run")[0]
-    remote = pool.run(played, tmp_path, {"act": "d1@1", "critic_train": "d2@0-1"}, None)[0]
-    assert not offline.differences(remote, inline, rel=1e-5)
+    settings = {
+        "source": "oracle", "steps": 2, "play_every": 1, "play_episodes": 2, "checkpoint_every": 1,
+        "dtype": "float32"}
+    inline = pool.run(programs.run, "ss_orl", tmp_path, {}, settings, tmp_path / "run")[0]
+    layouts = {"act": "d1@1", "critic_train": "d2@0-1"}
+    remote = pool.run(programs.run, "ss_orl", tmp_path, layouts, settings)[0]
+    assert not programs.differences(remote, inline, rel=1e-5)
     assert [step["return"] for step in remote] == pytest.approx([step["return"] for step in inline], rel=1e-4)
-    actor = Actor(11, 3, SETTINGS["width"])
+    actor = Actor(11, 3, programs.SMALL["ss_orl"]["width"])
     actor.load_state_dict(load_file(tmp_path / "run/hf/step_2/model.safetensors"))
     with chdir(tmp_path):
         mean, deviation = normal(TASKS["hopper_small"])
@@ -187,3 +118,27 @@ def test_a_policy_plays_while_it_learns(pool, tmp_path):
 
     expected = returns(TASKS["hopper_small"], policy, episodes=2, seed=1000).mean()
     assert inline[-1]["return"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("labelled", ["lower", "all"])
+def test_rows_are_labelled_in_the_lower_half_or_in_all(tmp_path, monkeypatch, labelled):
+    """Shuffled actions are true where they are labelled, and elsewhere the others in another order."""
+    pytest.importorskip("mujoco")
+    from offline_rows import PER_ROW, labelled_rows
+    from trajectories import TASKS, load
+
+    monkeypatch.chdir(tmp_path)
+    rows = {k: v.flatten(0, 1) for k, v in load_file(labelled_rows("hopper_small", 1, labelled)).items()}
+    trajectories = load(TASKS["hopper_small"])
+    owner = {
+        tuple(action.tolist()): number
+        for number, t in enumerate(trajectories) for action in t["actions"].astype("float32")}
+    known = rows["labelled"] > 0
+    owners = [{owner[tuple(action)] for action in rows["oracle"][part].tolist()} for part in (known, ~known)]
+    assert not owners[0] & owners[1] and 0 < len(owners[0]) <= len(trajectories) // 10
+    assert (max(owners[0]) < len(trajectories) // 2) == (labelled == "lower")
+    assert torch.equal(rows["shuffled"][known], rows["oracle"][known])
+    hidden = rows["shuffled"][~known].tolist()
+    assert all(tuple(action) in owner for action in hidden)
+    assert hidden != rows["oracle"][~known].tolist()
+    assert len(known) % PER_ROW == 0
