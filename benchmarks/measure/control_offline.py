@@ -27,12 +27,14 @@ import pasta  # noqa: E402
 import ss_orl  # noqa: E402
 from trajectories import TASKS  # noqa: E402
 
-RANDOM = {"pendulum": 4.8, "double_pendulum": 43.6, "reacher": -42.8, "hopper": 16.8}
-"""Mean returns of actions that are drawn uniformly, over 40 episodes."""
+IDLE = {"pendulum": 22.6, "double_pendulum": 85.6, "reacher": -13.6, "hopper": 144.8}
+"""Mean returns without any action, over the ten episodes of the runs."""
 SOURCES = ("oracle", "proxy", "shuffled", "labelled")
-SS_ORL = list(product(RANDOM, (0, 1, 2), SOURCES))
+SS_ORL = list(product(IDLE, (0, 1, 2), SOURCES))
 SS_ORL += [("hopper", seed, "proxy_all") for seed in (0, 1, 2)]  # The labelled tenth is drawn from all.
-PASTA = list(product(("swimmer", "hopper"), (0, 1, 2), ("component", "modality"), ("bert", "gpt")))
+TOKENS = ("component", "modality")
+PASTA = list(product(("swimmer", "hopper"), (0, 1, 2), TOKENS, ("bert", "gpt")))
+PASTA += list(product(["hopper"], (0, 1, 2), TOKENS, ["gpt_long"]))  # Four times the updates.
 STEPS = 60  # Steps of TD3+BC.
 
 
@@ -50,9 +52,13 @@ def run_ss_orl(out: Path, task: str, seed: int, source: str) -> dict:
 
 
 def run_pasta(out: Path, task: str, seed: int, tokens: str, objective: str) -> dict:
+    objective, _, long = objective.partition("_")
     experiment = replace(
         pasta.experiment, task=task, seed=seed, tokens=tokens, objective=objective, checkpoint_every=0,
         eval_at_start=False)
+    if long:
+        experiment = replace(
+            experiment, steps=4 * (experiment.steps - experiment.adapt_steps) + experiment.adapt_steps)
     result = Trainer(compile_program(experiment, None, world_size=1), World(), out=out, quiet=True).run()
     losses = [step["model/loss"] for step in result.metrics if "model/loss" in step]
     lines = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
@@ -70,7 +76,7 @@ def read(out: Path, what: str) -> list[dict]:
 
 def tables(out: Path) -> None:
     """Print the tables of the page: means over seeds, and ranges."""
-    for task, random in RANDOM.items():
+    for task, idle in IDLE.items():
         last = {}
         for line in read(out, "ss_orl"):
             if line["case"][0] == task:
@@ -78,7 +84,7 @@ def tables(out: Path) -> None:
         for name, v in last.items():
             low, high = min(v.values()), max(v.values())
             print(f"{task} | {name} | {mean(v.values()):.1f} ({low:.1f} to {high:.1f})")
-        gains = {name: mean(v.values()) - random for name, v in last.items()}
+        gains = {name: mean(v.values()) - idle for name, v in last.items()}
         if "oracle" in gains:
             shares = (f"{name} / oracle {gain / gains['oracle']:.2f}" for name, gain in gains.items())
             print(task, *shares, sep=" | ")
@@ -99,7 +105,7 @@ def picture(out: Path, path: Path) -> None:
 
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     above, below = figure.subfigures(2, 1)
-    for axis, task in zip(above.subplots(1, len(RANDOM)), RANDOM, strict=True):
+    for axis, task in zip(above.subplots(1, len(IDLE)), IDLE, strict=True):
         for source in (*SOURCES, "proxy_all"):
             curves = [line["returns"] for line in read(out, "ss_orl") if line["case"][::2] == [task, source]]
             if not curves:
@@ -110,10 +116,12 @@ def picture(out: Path, path: Path) -> None:
             middle, low, high = zip(*points, strict=True)
             (line,) = axis.plot(updates, middle, label=source)
             axis.fill_between(updates, low, high, color=line.get_color(), alpha=0.15)
-        axis.set(title=f"SS-ORL, {TASKS[task].name}", xlabel="updates of the critic", ylabel="return")
-    axis.legend(fontsize=8)
+        axis.axhline(IDLE[task], color="0.5", linestyle=":", label="no action")
+        axis.set(title=TASKS[task].name, xlabel="updates of the critic", ylabel="return")
+    above.suptitle("SS-ORL: returns, mean and range of three seeds")
+    above.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     for axis, task in zip(below.subplots(1, 2), ("swimmer", "hopper"), strict=True):
-        for k, (tokens, objective) in enumerate(product(("component", "modality"), ("bert", "gpt"))):
+        for k, (tokens, objective) in enumerate(product(TOKENS, ("bert", "gpt"))):
             like = [task, tokens, objective]
             runs = [run for run in read(out, "pasta") if [run["case"][i] for i in (0, 2, 3)] == like]
             if runs:
@@ -126,8 +134,9 @@ def picture(out: Path, path: Path) -> None:
                 heights = [runs[0][f"eval/{q}_{against}"] for q in pasta.QUESTIONS]
                 places = [i + (4 + k) * 0.14 for i in range(3)]
                 axis.bar(places, heights, 0.13, color=("0.75", "0.6")[k], label=against)
-        axis.set(title=f"PASTA, {TASKS[task].name}", ylabel="mean squared error, in variances", yscale="log")
+        axis.set(title=TASKS[task].name, ylabel="error, in variances", yscale="log")
         axis.set_xticks([i + 0.35 for i in range(3)], pasta.QUESTIONS)
+    below.suptitle("PASTA: mean squared errors of answers without further training, mean of three seeds")
     below.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=80)
 
