@@ -27,14 +27,16 @@ class CallPlan:
     kv_cache_gib: float | None = None
     """GiB of a rank for keys and values of a generation, at most the experiment's; None: the experiment's, or
     enough for `max_rows` sequences of full length. With less, sequences wait or are computed again."""
+    ring: int | None = None
+    """Slices of a host call's environments that take turns; None: as many as the experiment says."""
     recompute: bool = False  # Keep only each block's input in a train step, and compute the block again.
     offload: bool = False  # Keep the frozen role's weights in host memory except while the call runs.
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rows = 1 if self.max_rows is None else self.max_rows
-        for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", rows)):
-            if not is_whole(num):
+        counts = {"micro_batch_tokens": self.micro_batch_tokens, "max_rows": self.max_rows, "ring": self.ring}
+        for name, num in counts.items():
+            if num is not None and not is_whole(num):
                 require(False, name, shown(num), "be a whole number of at least 1")
         gib = self.kv_cache_gib
         is_number = isinstance(gib, int | float) and not isinstance(gib, bool)
@@ -99,6 +101,8 @@ class ExecutionPlan:
                 if getattr(self[call.name], name) is not None and call.kind != "generate":
                     why = f"the call's kind is {call.kind}; only a generate call has {what}"
                     raise ValueError(f"{where}.{name}: {why}")
+            if self[call.name].ring is not None and not getattr(call.work, "asks", ()):
+                raise ValueError(f"{where}.ring: only a host call that asks others has environments in one")
             if self[call.name].recompute and call.kind != "train_step":
                 why = "only a train_step keeps what it could recompute"
                 raise ValueError(f"{where}.recompute: the call's kind is {call.kind}; {why}")

@@ -101,3 +101,60 @@ def num_parameters(make: Callable[[], nn.Module]) -> int:
 def widest(make: Callable[[int], nn.Module], most: int) -> int:
     """Return the largest width with which a module has at most so many parameters."""
     return bisect_right(range(1, 100_000), most, key=lambda width: num_parameters(lambda: make(width)))
+
+
+def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
+    made = nn.Linear(inputs, outputs)
+    torch.nn.init.zeros_(made.bias)
+    torch.nn.init.orthogonal_(made.weight, gain)
+    return made
+
+
+def tanh_mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    return nn.Sequential(layer(inputs, 64), nn.Tanh(), layer(64, 64), nn.Tanh(), layer(64, outputs, gain))
+
+
+class Agent(nn.Module):
+    """A policy, normal or over a few actions, and a value; pixels pass through convolutions first.
+
+    Other observations are normalised by their mean and deviation over all mini-batches of training so far.
+    """
+
+    def __init__(self, shape: list[int], actions: int, discrete: bool) -> None:
+        super().__init__()
+        self.discrete = discrete
+        pixels = len(shape) == 3
+        self.body = nn.Sequential(
+            nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
+            nn.Conv2d(64, 64, 3, 1), nn.ReLU(), nn.Flatten(), layer(2304, 512), nn.ReLU(),
+        ) if pixels else nn.Sequential()
+        self.policy = layer(512, actions, 0.01) if pixels else tanh_mlp(shape[0], actions, 0.01)
+        self.value = layer(512, 1, 1.0) if pixels else tanh_mlp(shape[0], 1, 1.0)
+        self.log_std = nn.Parameter(torch.zeros(1 if discrete else actions))
+        for name, value in (("mean", 0.0), ("square", 1.0)):
+            self.register_buffer(name, torch.full((1 if pixels else shape[0],), value))
+        self.register_buffer("count", torch.zeros(()))
+
+    def observed(self, x):
+        """Let the means of observations and of their squares include a mini-batch of training."""
+        self.count += 1
+        self.mean += (x.mean(0) - self.mean) / self.count
+        self.square += (x.square().mean(0) - self.square) / self.count
+
+    def forward(self, x):
+        if x.dim() == 4:
+            x = self.body(x / 255)
+        else:
+            deviation = (self.square - self.mean.square()).clamp_min(1e-8).sqrt()
+            x = ((x - self.mean) / deviation).clamp(-10, 10)
+        outputs = self.policy(x)
+        logits_or_std = outputs.log_softmax(-1) if self.discrete else self.log_std.exp().expand_as(outputs)
+        return outputs, logits_or_std, self.value(x).squeeze(-1)
+
+    def logprob(self, outputs, logits_or_std, action):
+        """Return the log-probs of actions, and the entropies."""
+        if self.discrete:
+            entropy = -(logits_or_std.exp() * logits_or_std).sum(-1)
+            return logits_or_std.gather(-1, action.long()).squeeze(-1), entropy
+        normal = torch.distributions.Normal(outputs, logits_or_std, validate_args=False)
+        return normal.log_prob(action).sum(-1), normal.entropy().sum(-1)

@@ -7,17 +7,18 @@ Tasks are those of gymnasium (`pip install 'realhf[control]'`), such as HalfChee
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import gymnasium
 import numpy as np
 import torch
-from torch.nn import Conv2d, Flatten, Linear, Module, Parameter, ReLU, Sequential, Tanh
+from networks import Agent
 
 import realhf as r
 from realhf.environments.vector import VectorSource
 
 COLUMNS = ("observation", "action", "logprob", "advantage", "target")
+TRAINED = ("observation", "action", "logprob", "scaled", "target")
 
 
 def make(task: str) -> gymnasium.Env:
@@ -32,44 +33,12 @@ def make(task: str) -> gymnasium.Env:
     return gymnasium.wrappers.FrameStackObservation(game, 4)
 
 
-def layer(inputs: int, outputs: int, gain: float = 2**0.5) -> Linear:
-    made = Linear(inputs, outputs)
-    torch.nn.init.zeros_(made.bias)
-    torch.nn.init.orthogonal_(made.weight, gain)
-    return made
-
-
-def mlp(inputs: int, outputs: int, gain: float) -> Sequential:
-    return Sequential(layer(inputs, 64), Tanh(), layer(64, 64), Tanh(), layer(64, outputs, gain))
-
-
-class Agent(Module):
-    """A policy, normal or over a few actions, and a value; pixels pass through convolutions first."""
-
-    def __init__(self, shape: list[int], actions: int, discrete: bool) -> None:
-        super().__init__()
-        self.discrete = discrete
-        pixels = len(shape) == 3
-        self.body = Sequential(
-            Conv2d(4, 32, 8, 4), ReLU(), Conv2d(32, 64, 4, 2), ReLU(), Conv2d(64, 64, 3, 1), ReLU(),
-            Flatten(), layer(2304, 512), ReLU()) if pixels else Sequential()
-        self.policy = layer(512, actions, 0.01) if pixels else mlp(shape[0], actions, 0.01)
-        self.value = layer(512, 1, 1.0) if pixels else mlp(shape[0], 1, 1.0)
-        self.log_std = Parameter(torch.zeros(1 if discrete else actions))
-
-    def forward(self, x):
-        x = self.body(x / 255 if x.dim() == 4 else x)
-        outputs = self.policy(x)
-        logits_or_std = outputs.log_softmax(-1) if self.discrete else self.log_std.exp().expand_as(outputs)
-        return outputs, logits_or_std, self.value(x).squeeze(-1)
-
-    def logprob(self, outputs, logits_or_std, action):
-        """Return the log-probs of actions, and the entropies."""
-        if self.discrete:
-            entropy = -(logits_or_std.exp() * logits_or_std).sum(-1)
-            return logits_or_std.gather(-1, action.long()).squeeze(-1), entropy
-        normal = torch.distributions.Normal(outputs, logits_or_std, validate_args=False)
-        return normal.log_prob(action).sum(-1), normal.entropy().sum(-1)
+@cache
+def spaces(task: str) -> tuple[list[int], gymnasium.Space]:
+    """Return the shape of a task's observations, and the space of its actions."""
+    env = make(task)
+    env.close()
+    return list(env.observation_space.shape), env.action_space
 
 
 def act(agent, batch):
@@ -88,61 +57,66 @@ class Rollout:
         self.source: VectorSource | None = None
 
     def __call__(self, batch, context):
+        """Play those environments whose segments are the rows of the batch."""
         ppo = self.ppo
+        num_envs = len(batch) * ppo.segment // ppo.horizon
+        first = int(batch["dataset_row"][0]) * ppo.segment // ppo.horizon
         if self.source is None:
             self.source = VectorSource(
-                ppo.envpool or partial(make, ppo.task), ppo.num_envs, ring=ppo.ring, seed=ppo.seed,
-                processes=ppo.processes, state=context.state.get("source"))
-            self.scale = context.state.get("scale") or {"plays": 0, "count": 1e-4, "mean": 0.0, "var": 1.0}
-        rng = np.random.default_rng([ppo.seed, self.scale["plays"]])
-        self.scale["plays"] += 1
+                ppo.envpool or partial(make, ppo.task), num_envs, ring=context.ring or ppo.ring,
+                seed=ppo.seed, first=first, processes=ppo.processes, state=context.state.get("source"))
+            self.plays = context.state.get("plays", 0)
+        action = self.source.action_space
+        size = (ppo.horizon + 1, action.shape[0] if action.shape else 1)
+        noise = np.stack([self.noise(first + i, size) for i in range(num_envs)], 1).astype(ppo.dtype)
+        self.plays += 1
 
-        def ask(now):
-            shape = (len(now), 1 if ppo.discrete else ppo.action.shape[0])
-            noise = rng.random(shape) if ppo.discrete else rng.standard_normal(shape)
-            rows = {"observation": self.normalized(now), "noise": noise.astype(ppo.dtype)}
+        def ask(now, step, environments):
+            observation = now if now.ndim > 2 else now.astype(ppo.dtype)
+            rows = {"observation": observation, "noise": noise[step, environments]}
             return rows, context.ask_later("act", {key: torch.from_numpy(row) for key, row in rows.items()})
 
-        columns, last, returns = self.source.roll(ppo.horizon, ask, lambda action: (
-            action[:, 0] if ppo.discrete else action.clip(ppo.action.low, ppo.action.high)))
-        advantage = self.advantages(columns, last["value"])
-        columns["target"] = advantage + columns["value"]
-        columns["advantage"] = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        context.state |= {"source": self.source.state(), "scale": self.scale}
+        columns, following, returns = self.source.roll(ppo.horizon, ask, lambda chosen: (
+            chosen.clip(action.low, action.high) if action.shape else chosen[:, 0]))
+        columns["advantage"] = self.advantages(columns, following["value"])
+        columns["target"] = columns["advantage"] + columns["value"]
+        context.state |= {"source": self.source.state(), "plays": self.plays}
         segments = {
             key: column.swapaxes(0, 1).reshape(-1, ppo.segment, *column.shape[2:])
             for key, column in columns.items() if key in COLUMNS}
-        metrics = {"version": context.version("act"), "frames": self.scale["plays"] * ppo.frames}
+        metrics = {"version": context.version("act"), "frames": self.plays * ppo.frames}
         return segments, metrics | ({"return/mean": float(np.mean(returns))} if returns else {})
 
-    def normalized(self, now):
-        """Return observations less their mean so far, divided by their deviation; pixels as they are."""
-        if now.ndim > 2:
-            return now
-        count, mean, var = self.scale["count"], np.array(self.scale["mean"]), np.array(self.scale["var"])
-        total, delta = count + len(now), now.mean(0) - mean
-        var = (var * count + now.var(0) * len(now) + delta**2 * count * len(now) / total) / total
-        mean = mean + delta * len(now) / total
-        self.scale |= {"count": total, "mean": mean.tolist(), "var": var.tolist()}
-        return ((now - mean) / np.sqrt(var + 1e-8)).clip(-10, 10).astype(self.ppo.dtype)
+    def noise(self, environment, size):
+        """Return the noise of an environment's actions: uniform if these are a few, and else normal."""
+        rng = np.random.default_rng([self.ppo.seed, self.plays, environment])
+        return rng.standard_normal(size) if self.source.action_space.shape else rng.random(size)
 
     def advantages(self, columns, following):
-        made, advantage = np.zeros_like(columns["value"]), np.zeros_like(following)
-        for t in reversed(range(self.ppo.horizon)):
-            going_on = 1 - columns["done"][t].astype(made.dtype)
-            gain = self.ppo.reward_scale * columns["reward"][t] + self.ppo.gamma * following * going_on
-            advantage = gain - columns["value"][t] + self.ppo.gamma * self.ppo.lam * going_on * advantage
-            made[t] = advantage
-            following = columns["value"][t]
+        """Return generalised advantages; the rest of an episode that was truncated is worth its value."""
+        ppo, value = self.ppo, columns["value"]
+        gain = ppo.reward_scale * columns["reward"] + ppo.gamma * following * ~columns["terminated"] - value
+        going_on = ppo.gamma * ppo.lam * ~(columns["terminated"] | columns["truncated"])
+        made, advantage = np.zeros_like(value), np.zeros_like(value[0])
+        for t in reversed(range(ppo.horizon)):
+            made[t] = advantage = gain[t] + going_on[t] * advantage
         return made
+
+
+def scale(batch, context):
+    """Scale the advantages of the whole step, wherever they were played."""
+    advantage = batch["advantage"]
+    return {"scaled": (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)}
 
 
 def ppo_loss(agent, batch, clip: float, entropy_coef: float):
     flat = {key: column.flatten(0, 1) for key, column in batch.fields.items()}
+    if flat["observation"].dim() == 2:
+        agent.observed(flat["observation"])
     outputs, logits_or_std, value = agent(flat["observation"])
     logprob, entropy = agent.logprob(outputs, logits_or_std, flat["action"])
     ratio = (logprob - flat["logprob"]).exp()
-    gain = torch.minimum(ratio * flat["advantage"], ratio.clamp(1 - clip, 1 + clip) * flat["advantage"])
+    gain = torch.minimum(ratio * flat["scaled"], ratio.clamp(1 - clip, 1 + clip) * flat["scaled"])
     loss = -gain + 0.25 * (value - flat["target"]).square() - entropy_coef * entropy
     metrics = {"entropy": entropy, "kl": ratio - 1 - ratio.log(), "clip_fraction": (ratio - 1).abs() > clip}
     metrics = {name: metric.to(loss).view(len(batch), -1).mean(1) for name, metric in metrics.items()}
@@ -175,13 +149,12 @@ class PPO(r.Experiment):
         self.frames = self.num_envs * self.horizon
         self.batch_size = self.frames // self.segment
         self.dataset = r.ArrayDataset(num_rows=self.batch_size, shuffle=False)
-        env = make(self.task)
-        self.shape, self.action = list(env.observation_space.shape), env.action_space
-        self.discrete = isinstance(self.action, gymnasium.spaces.Discrete)
 
     def roles(self):
-        count = int(self.action.n) if self.discrete else self.action.shape[0]
-        arguments = {"shape": self.shape, "actions": count, "discrete": self.discrete}
+        shape, action = spaces(self.task)
+        arguments = {
+            "shape": shape, "actions": action.shape[0] if action.shape else int(action.n),
+            "discrete": not action.shape}
         adam = r.OptimizerConfig(
             lr=self.lr, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.0, max_grad_norm=0.5, schedule="linear")
         return {"agent": r.ModuleRole(module=Agent, arguments=arguments, optimizer=adam, dtype=self.dtype)}
@@ -189,11 +162,12 @@ class PPO(r.Experiment):
     def graph(self):
         loss = partial(ppo_loss, clip=self.clip, entropy_coef=self.entropy_coef)
         work = r.TrainFunction(loss, self.minibatches, self.epochs, shuffle_minibatches=True, seed=self.seed)
-        play = r.HostFunction(Rollout(self), asks=("act",))
+        play = r.HostFunction(Rollout(self), asks=("act",), splittable=True)
         return r.DataflowGraph((
             r.FunctionCall("play", inputs=("dataset_row",), outputs=COLUMNS, work=play),
             r.FunctionCall("act", role="agent", inputs=("dataset_row",), work=r.ForwardFunction(act)),
-            r.FunctionCall("agent_train", role="agent", inputs=COLUMNS, work=work)), inputs=("dataset_row",))
+            r.FunctionCall("scale", inputs=("advantage",), outputs=("scaled",), work=r.HostFunction(scale)),
+            r.FunctionCall("agent_train", role="agent", inputs=TRAINED, work=work)), inputs=("dataset_row",))
 
 
 experiment = PPO(steps=100)

@@ -326,6 +326,16 @@ class Group:
         self.exchange([], [(peer, data)], tag=tag)
         return data
 
+    def recv_any(self, tensor: torch.Tensor, peers: Sequence[int], *, tag: int = 0) -> int:
+        """Receive the first message that comes from one of these members; return the member."""
+        if len(peers) == 1:  # Its sender need not ask first whether it is wanted.
+            self.exchange([], [(peers[0], tensor)], tag=tag)
+            return peers[0]
+        ranks = tuple(self.ranks[peer] for peer in peers)
+        work = self._backend.recv_anysource([tensor], tag)
+        Pending([(work, ranks)], process=self._process, operation=self.new_operation("messages")).wait()
+        return int(work._source_rank())
+
     def send_json(self, document: Any, peers: Sequence[int], *, tag: int = 0) -> Pending:
         return self.send_bytes(_encode_json(document), peers, tag=tag)
 

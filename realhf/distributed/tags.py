@@ -13,6 +13,8 @@ CLOCK = 4
 """The time on a host, for rank 0."""
 FIRST_INPUT = 5
 """Inputs of calls. Each action of a program has its own tag, numbered from here."""
+ANSWERS = 1 << 19
+"""Added to the tag of questions, the tag of the answers to them."""
 PROFILED = 1 << 20
 """Samples that the profile sends to measure how long they take."""
 PROMPT = 1 << 21

@@ -5,7 +5,6 @@ it keeps the actions of each unfinished episode, and plays them again. This modu
 """
 
 import base64
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +17,10 @@ from numpy.typing import NDArray
 from realhf.errors import UserError
 
 _RETURN = "episode_return"
+_TRUNCATED = "episode_truncated"
+_FINAL = "episode_final"
+_MOST_ENVS = 1 << 14
+"""Distance between the first seeds of EnvPool's environments under two seeds of a source."""
 Array = NDArray[Any]
 
 
@@ -26,26 +29,43 @@ class Observed(NamedTuple):
 
     observation: Array  # If an episode has ended, the first of the next one.
     reward: Array
-    done: Array  # Whether the step has ended an episode.
+    terminated: Array  # Whether the step has ended an episode, as the task says.
+    truncated: Array  # Whether something else has, such as a limit of time: it would have gone on.
+    final: Array  # The last observations of the truncated episodes, in the order of their environments.
     returns: list[float]  # The sums of rewards of the episodes that have ended.
+
+    @property
+    def done(self) -> Array:
+        """Whether the step has ended an episode."""
+        return self.terminated | self.truncated
 
 
 class Question(Protocol):
     """A question that has been asked about the observations of a slice (see `HostContext.ask_later`)."""
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the answer is there already."""
-
-    def result(self) -> Mapping[str, Any]:
+    def result(self) -> Any:
         """Return the answer, tensors by name; wait for it."""
+
+    def then(self, do: Callable[[Any], Any]) -> "Question":
+        """Call a function with the answer as soon as it is there."""
+
+
+class Asking(Protocol):
+    """A function that asks about observations, and returns columns to keep and the question."""
+
+    def __call__(
+        self, observation: Array, step: int, environments: Array
+    ) -> tuple[Mapping[str, Array], Question]:
+        """Ask before a step, counted from 0, about environments of the source, which are given by index."""
 
 
 class Rolled(NamedTuple):
     """Columns of some steps of a source; arrays have the shape (steps, num_envs, ...)."""
 
-    columns: dict[str, Array]  # Observations, what was asked and answered, rewards, and ends of episodes.
-    last: dict[str, Array]  # The answers about the observations after these steps, of shape (num_envs, ...).
+    columns: dict[str, Array]  # What `ask` keeps, answers, `reward`, `terminated` and `truncated`.
+    following: dict[str, Array]
+    """The answers about the observation after each step. For a truncated episode that is its last one, and
+    for a terminated one the first of the next episode."""
     returns: list[float]  # The sums of rewards of the episodes that have ended.
 
 
@@ -77,6 +97,8 @@ class Episodes(gymnasium.Wrapper):
         if not (terminated or truncated):
             return observation, float(reward), False, False, {}
         about = {_RETURN: self._return}  # (The vector of environments shall not reset this one.)
+        if not terminated:
+            about |= {_TRUNCATED: True, _FINAL: np.array(observation)}
         self._episode += 1
         first, _ = self.reset()
         return first, float(reward), False, False, about
@@ -120,7 +142,7 @@ class GymnasiumSlice:
         kind: Callable[..., VectorEnv] = SyncVectorEnv
         if processes:
             kind = partial(AsyncVectorEnv, shared_memory=True)
-        self._envs = kind(list(makers), autoreset_mode=AutoresetMode.DISABLED)
+        self._envs = kind(list(makers), copy=False, autoreset_mode=AutoresetMode.DISABLED)
         self._processes = processes
         self._actions: Array | None = None
 
@@ -141,9 +163,14 @@ class GymnasiumSlice:
         wait = getattr(self._envs, "step_wait", None)
         step = wait() if wait is not None else self._envs.step(self._actions)
         observation, reward, _, _, about = step
-        ended = np.asarray(about.get(f"_{_RETURN}", np.zeros(len(reward), bool)))
-        returns = np.asarray(about[_RETURN])[ended].tolist() if ended.any() else []
-        return Observed(observation, reward, ended, returns)
+        if _RETURN not in about:
+            none = np.zeros(len(reward), bool)
+            return Observed(observation, reward, none, none, observation[:0], [])
+        ended = np.asarray(about[f"_{_RETURN}"])
+        truncated = np.asarray(about.get(f"_{_TRUNCATED}", np.zeros(len(reward), bool)))
+        final = np.asarray(about[_FINAL])[truncated] if truncated.any() else observation[:0]
+        returns = np.asarray(about[_RETURN])[ended].tolist()
+        return Observed(observation, reward, ended & ~truncated, truncated, final, returns)
 
     def restore(self, episodes: Sequence[int], actions: Sequence[Array]) -> Array:
         self._envs.reset()
@@ -178,11 +205,12 @@ class EnvPoolSlice:
 
     def recv(self) -> Observed:
         observation, reward, terminated, truncated, _ = self._envs.recv()
-        done = terminated | truncated
         self._returns += reward
+        done = terminated | truncated
         ended = self._returns[done].tolist()
         self._returns[done] = 0.0
-        return Observed(observation, reward, done, ended)
+        truncated = truncated & ~terminated
+        return Observed(observation, reward, terminated, truncated, observation[truncated], ended)
 
     def restore(self, episodes: Sequence[int], actions: Sequence[Array]) -> Array:
         """Begin new episodes."""
@@ -197,34 +225,43 @@ class VectorSource:
 
     def __init__(
         self, make: Callable[[], gymnasium.Env] | str, num_envs: int, *, ring: int = 1, seed: int = 0,
-        processes: bool = True, state: Mapping[str, Any] | None = None, **settings: Any,
+        first: int = 0, processes: bool = True, state: Mapping[str, Any] | None = None, **settings: Any,
     ) -> None:
         """`make` returns an environment, or is the name of a task of EnvPool, which gets the `settings`.
 
         With `processes`, each environment has a process of its own. `state` is that of a source to continue.
+        Episodes depend on the seed and on an environment's number, which counts from `first`: sources on
+        several ranks together have the episodes of one.
         """
         if ring < 1 or num_envs % ring:
             raise UserError(f"VectorSource: num_envs is {num_envs}: it must be a multiple of ring, {ring}")
+        numbers = [first, first + num_envs]
+        if state and state["numbers"] != numbers:
+            raise UserError(
+                f"VectorSource: the environments of this rank are {numbers} (first, end), and its state has "
+                f"{state['numbers']}: resume with a plan that has as many ranks for them")
+        self._numbers = numbers
         self.ring = ring
         self.num_envs = num_envs
         size = num_envs // ring
-        self._rows = [slice(i * size, (i + 1) * size) for i in range(ring)]
+        self._rows = np.arange(num_envs).reshape(ring, size)
         self._slices: list[Slice] = []
         for i in range(ring):
             if isinstance(make, str):
-                first = seed * num_envs + i * size  # EnvPool counts on from it.
-                self._slices.append(EnvPoolSlice(make, num_envs=size, seed=first, **settings))
+                start = seed * _MOST_ENVS + first + i * size  # EnvPool counts on from it.
+                self._slices.append(EnvPoolSlice(make, num_envs=size, seed=start, **settings))
             else:
-                makers = [partial(_episodes, make, index=i * size + j, row=j, seed=seed) for j in range(size)]
+                makers = [
+                    partial(_episodes, make, index=first + i * size + row, row=row, seed=seed)
+                    for row in range(size)]
                 self._slices.append(GymnasiumSlice(makers, processes=processes))
         self.can_restore = not isinstance(make, str)
         """Whether `state` says where each environment is; a task of EnvPool begins new episodes."""
         self.observation_space, self.action_space = self._slices[0].spaces
         self._episodes = np.zeros(num_envs, np.int64)
         self._lengths = np.zeros(num_envs, np.int64)
-        self._actions = np.zeros((num_envs, 64, *self.action_space.shape), self.action_space.dtype)
-        """The actions of the present episode of each environment."""
-        self._sent: list[Array | None] = [None] * ring
+        self._actions = [self._no_actions(64) for _ in range(ring)]
+        """The actions of the present episode of each environment of each slice."""
         if not state:
             self._now = [one.first() for one in self._slices]
         else:
@@ -238,66 +275,83 @@ class VectorSource:
         """Let the environments of slice `k` take a step, which `recv` waits for."""
         actions = np.asarray(actions, self.action_space.dtype)
         if self.can_restore:
-            rows = self._rows[k]
-            at = self._lengths[rows]
-            while at.max() >= self._actions.shape[1]:
-                self._actions = np.concatenate([self._actions, np.zeros_like(self._actions)], 1)
-            self._actions[np.arange(rows.start, rows.stop), at] = actions
-            self._lengths[rows] += 1
+            at = self._lengths[self._rows[k]]
+            while at.max() >= self._actions[k].shape[1]:
+                self._actions[k] = np.concatenate([self._actions[k], np.zeros_like(self._actions[k])], 1)
+            self._actions[k][np.arange(len(at)), at] = actions
+            self._lengths[self._rows[k]] += 1
         self._slices[k].send(actions)
+
+    def _no_actions(self, most: int) -> Array:
+        """Return room for so many actions of each environment of a slice."""
+        shape = (self.num_envs // self.ring, most, *self.action_space.shape)
+        return np.zeros(shape, self.action_space.dtype)
 
     def recv(self, k: int) -> Observed:
         """Return what the step of slice `k` has shown; wait until it has ended."""
         observed = self._slices[k].recv()
-        rows = self._rows[k]
-        self._episodes[rows] += observed.done
-        self._lengths[rows] *= ~observed.done
+        done = observed.done
+        self._episodes[self._rows[k]] += done
+        self._lengths[self._rows[k]] *= ~done
         self._now[k] = np.array(observed.observation)
         return observed._replace(observation=self._now[k])
 
     def roll(
-        self, steps: int, ask: Callable[[Array], tuple[Mapping[str, Array], Question]],
-        action_of: Callable[[Array], Array] = np.asarray,
+        self, steps: int, ask: Asking, action_of: Callable[[Array], Array] = np.asarray
     ) -> Rolled:
-        """Let all environments take so many steps, slice after slice, while others wait for their actions.
+        """Let all environments take so many steps; while some slices wait for their actions, others step.
 
-        `ask` takes observations, and returns columns to keep and a question about them, whose answer has the
-        column `action`; `action_of` turns that into actions of the environments.
+        `ask` is called in the order of steps and slices. The answers have the column `action`, of which
+        `action_of` makes actions of the environments, and which go to them as soon as they are there.
         """
         kept: list[dict[str, list[Array]]] = [{} for _ in range(self.ring)]
-        asked: deque[tuple[int, Mapping[str, Array], Question]] = deque()
+        answers: list[list[Mapping[str, Array]]] = [[] for _ in range(self.ring)]
+        ended: list[tuple[int, Array, Question]] = []
+        asked: list[Question] = []
         returns: list[float] = []
 
         def keep(k: int, columns: Mapping[str, Any]) -> None:
             for key, column in columns.items():
                 kept[k].setdefault(key, []).append(np.asarray(column))
 
-        def act() -> None:
-            k, columns, question = asked.popleft()
-            answer = question.result()
-            self.send(k, action_of(np.asarray(answer["action"])))
-            keep(k, {**columns, **answer})
+        def act(k: int, answer: Mapping[str, Any]) -> None:
+            arrays = {key: np.asarray(column) for key, column in answer.items()}
+            self.send(k, action_of(arrays["action"]))
+            answers[k].append(arrays)
 
-        def observe(k: int) -> None:
+        def observe(k: int, step: int) -> None:
             observed = self.recv(k)
             returns.extend(observed.returns)
-            keep(k, {"reward": observed.reward, "done": observed.done})
+            ends = {"terminated": observed.terminated, "truncated": observed.truncated}
+            keep(k, {"reward": observed.reward} | ends)
+            if len(observed.final):
+                which = self._rows[k][observed.truncated]
+                ended.append((step, which, ask(observed.final, step + 1, which)[1]))
 
         for t in range(steps):
-            for k in range(self.ring):
+            for k, rows in enumerate(self._rows):
                 if t:
-                    observe(k)
-                asked.append((k, *ask(self.now(k))))
-                while asked and (asked[0][2].is_here or len(asked) == self.ring):
-                    act()
-        while asked:
-            act()
+                    asked[k].result()
+                    observe(k, t - 1)
+                columns, question = ask(self.now(k), t, rows)
+                keep(k, columns)
+                asked[k : k + 1] = [question.then(partial(act, k))]
         last = []
-        for k in range(self.ring):
-            observe(k)
-            last.append({key: np.asarray(value) for key, value in ask(self.now(k))[1].result().items()})
+        for k, rows in enumerate(self._rows):
+            asked[k].result()
+            observe(k, steps - 1)
+            last.append(ask(self.now(k), steps, rows)[1])
+        for k, question in enumerate(last):
+            answers[k].append({key: np.asarray(column) for key, column in question.result().items()})
+        answered = {
+            key: np.concatenate([np.stack([one[key] for one in of_slice]) for of_slice in answers], 1)
+            for key in answers[0][0]}
         columns = {key: np.concatenate([np.stack(one[key]) for one in kept], 1) for key in kept[0]}
-        return Rolled(columns, {key: np.concatenate([one[key] for one in last]) for key in last[0]}, returns)
+        following = {key: column[1:].copy() for key, column in answered.items()}
+        for step, which, question in ended:
+            for key, column in question.result().items():
+                following[key][step, which] = column
+        return Rolled(columns | {key: column[:-1] for key, column in answered.items()}, following, returns)
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, the point of its episode at which each environment is, while none takes a step.
@@ -306,22 +360,26 @@ class VectorSource:
         """
         if not self.can_restore:
             return {}
+        each = (row for of_slice in self._actions for row in of_slice)
         actions = [
-            base64.b64encode(self._actions[i, :n].tobytes()).decode() for i, n in enumerate(self._lengths)]
-        return {"episodes": self._episodes.tolist(), "lengths": self._lengths.tolist(), "actions": actions}
+            base64.b64encode(row[:n].tobytes()).decode() for row, n in zip(each, self._lengths, strict=True)]
+        return {
+            "numbers": self._numbers, "episodes": self._episodes.tolist(),
+            "lengths": self._lengths.tolist(), "actions": actions}
 
     def _restored(self, state: Mapping[str, Any]) -> list[Array]:
         self._episodes[:] = state["episodes"]
         self._lengths[:] = state["lengths"]
-        most = max(64, int(self._lengths.max()) + 1)
-        self._actions = np.zeros((self.num_envs, most, *self.action_space.shape), self.action_space.dtype)
-        for i, (length, text) in enumerate(zip(state["lengths"], state["actions"], strict=True)):
-            played = np.frombuffer(base64.b64decode(text), self.action_space.dtype)
-            self._actions[i, :length] = played.reshape(length, *self.action_space.shape)
         observations = []
-        for one, rows in zip(self._slices, self._rows, strict=True):
-            actions = [self._actions[i, : self._lengths[i]] for i in range(rows.start, rows.stop)]
-            observations.append(one.restore(state["episodes"][rows], actions))
+        for k, rows in enumerate(self._rows):
+            self._actions[k] = self._no_actions(max(64, int(self._lengths[rows].max()) + 1))
+            actions = []
+            for i, room in zip(rows, self._actions[k], strict=True):
+                played = np.frombuffer(base64.b64decode(state["actions"][i]), self.action_space.dtype)
+                played = played.reshape(self._lengths[i], *self.action_space.shape)
+                room[: len(played)] = played
+                actions.append(played)
+            observations.append(np.array(self._slices[k].restore(self._episodes[rows].tolist(), actions)))
         return observations
 
     def close(self) -> None:

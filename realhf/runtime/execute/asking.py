@@ -1,17 +1,24 @@
 """Host calls that ask forward calls while they run: on their own rank, or by messages to another one.
 
-The plan decides which it is: inline inference if both calls are on one rank, remote inference otherwise.
+The plan decides which it is: inline inference if both calls are on one rank, remote inference otherwise. Each
+question is answered by itself and never joined with others: which of them wait together is a matter of time,
+and a product of more rows may differ in its last bits.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition, Lock, Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from realhf.data.batch import Batch
-from realhf.distributed.group import Pending
+from realhf.distributed.group import Pending, checked_length
+from realhf.distributed.tags import ANSWERS
 from realhf.distributed.world import World
 from realhf.engine.module import ModuleEngine
 from realhf.errors import UserError
@@ -19,41 +26,84 @@ from realhf.runtime.compile.actions import Ask
 from realhf.runtime.weights.engine_store import EngineStore
 
 Answer = Mapping[str, Any]
-_UNDER_WAY = 64
-"""Most questions of an asker without answers: before another one, it waits for the oldest answer. (Otherwise
-both sides might wait for each other to receive.)"""
+_OPEN_MESSAGES = 64
+"""Most messages that a rank has sent and not waited for; only a wait frees the memory of one."""
+_ENVELOPE_BYTES = 4096
+"""Size of the first message of a question or an answer, in which most of them fit."""
 
 
 class Later:
-    """An answer that may be under way."""
+    """An answer that may be under way, or what `then` makes of one."""
 
-    def __init__(self, receive: Callable[[], Answer], *, answer: Answer | None = None) -> None:
-        self._receive = receive
-        self._answer = answer
+    def __init__(self, waiting: Callable[[], Any] | None = None) -> None:
+        """`waiting` returns a context in which `result` waits."""
+        self._waiting = waiting
+        self._changed = Condition()
+        self._is_here = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._then: list[Callable[[], None]] = []
 
-    @property
-    def is_here(self) -> bool:
-        """Whether `result` need not wait."""
-        return self._answer is not None
-
-    def result(self) -> Answer:
+    def result(self) -> Any:
         """Return the answer; wait until it is there."""
-        if self._answer is None:
-            self._answer = self._receive()
-        return self._answer
+        if not self._is_here:
+            assert self._waiting is not None, "an answer without a wait is there"
+            with self._waiting(), self._changed:
+                self._changed.wait_for(lambda: self._is_here)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def then(self, do: Callable[[Any], Any]) -> "Later":
+        """Call a function with the answer as soon as it is there; the result is what the function returns.
+
+        That happens at once if the answer is there, and else in the thread that receives answers.
+        """
+        after = Later(self._waiting)
+        with self._changed:
+            if not self._is_here:
+                self._then.append(lambda: after.complete(lambda: do(self.result())))
+                return after
+        after.complete(lambda: do(self.result()))
+        return after
+
+    def complete(self, value: Callable[[], Any]) -> None:
+        """Set the answer to what a function returns, or to the exception that it raises."""
+        try:
+            self._value = value()
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._is_here = True
+            self._changed.notify_all()
+        for do in self._then:
+            do()
 
 
 class Asker:
-    """Asks forward calls on behalf of one run of a host call on this rank."""
+    """Asks forward calls on behalf of one run of a host call on this rank.
+
+    Answers of other ranks are received in a thread, so that they are there while the host function waits for
+    something else, such as an environment.
+    """
 
     def __init__(self, world: World, engines: EngineStore, asks: Sequence[Ask]) -> None:
         self._world = world
         self._engines = engines
+        self._answering: AbstractContextManager[Any] = Lock()
+        """Held while this rank answers a question, as its own and those of others come in two threads."""
+        self._all_asks = asks
         self._asks = {ask.call.name: ask for ask in asks}
         self._numbers = {ask.call.name: number for number, ask in enumerate(asks)}
         self._open: dict[int, deque[Later]] = {}
         """Rank -> its answers that have not been received, in the order of the questions."""
-        self._sent: deque[Pending] = deque()
+        self._awaited: SimpleQueue[bool] = SimpleQueue()
+        """An entry for each answer that the thread has to receive; False at the end."""
+        self._receiver: Thread | None = None
+        self._fault: BaseException | None = None
+        ranks = {ask.answering(world.rank) for ask in asks} - {world.rank}
+        tag = asks[0].tag if asks else 0
+        self._mail = _Mail(world, sorted(ranks), sends=tag, receives=tag + ANSWERS)
 
     def role(self, call: str) -> str:
         """Return the role of a call that may be asked."""
@@ -74,40 +124,114 @@ class Asker:
         if len(set(sizes.values())) != 1:
             raise UserError(f"context.ask({call!r}): columns must have the same number of rows: {sizes}")
         batch = Batch(list(range(next(iter(sizes.values())))), dict(rows))
-        if (rank := ask.answering(self._world.rank)) == self._world.rank:
-            return Later(dict, answer=_answer(self._engines, ask, batch))
-        waiting = self._open.setdefault(rank, deque())
-        if len(waiting) == _UNDER_WAY:
-            waiting[0].result()
-        self._send(rank, _question(self._numbers[call], batch), ask.tag)
-        waiting.append(later := Later(lambda: self._receive(later, ask, rank)))
+        rank = ask.answering(self._world.rank)
+        if rank == self._world.rank:
+            with self._answering:
+                answer = _answer(self._engines, ask, batch)
+            (later := Later()).complete(lambda: answer)
+            return later
+        self._raise_fault()
+        later = Later(lambda: self._world.process.waiting([rank]))
+        self._open.setdefault(rank, deque()).append(later)
+        self._mail.send(rank, _question(self._numbers[call], batch))
+        if self._receiver is None:
+            self._receiver = Thread(target=self._receive_all, name="answers", daemon=True)
+            self._receiver.start()
+        self._awaited.put(True)
         return later
 
-    def _receive(self, later: Later, ask: Ask, rank: int) -> Answer:
-        """Receive an answer, after those to earlier questions."""
-        waiting = self._open[rank]
-        while waiting[0] is not later:
-            waiting[0].result()
-        waiting.popleft()
-        with self._world.process.waiting([rank]):
-            return Batch.unpack(self._world.control.recv_bytes(rank, tag=ask.tag)).fields
+    def _receive_all(self) -> None:
+        """Receive an answer for each question, from whichever rank it comes."""
+        while self._awaited.get():
+            try:
+                rank, data = self._mail.receive()
+            except BaseException as error:
+                self._fault = error
+                for waiting in self._open.values():
+                    for later in list(waiting):
+                        later.complete(self._raise_fault)
+                return
+            self._open[rank].popleft().complete(partial(_fields, data))
 
-    def _send(self, rank: int, question: Tensor, tag: int) -> None:
-        self._sent.append(self._world.control.send_bytes(question, [rank], tag=tag))
-        if len(self._sent) > _UNDER_WAY:
-            self._sent.popleft().wait()
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
 
     def close(self) -> None:
         """Receive the answers that nobody has waited for, and tell other ranks that no questions follow."""
-        for waiting in self._open.values():
-            while waiting:
-                waiting[0].result()
-        tags = {ask.answering(self._world.rank): ask.tag for ask in self._asks.values()}
-        for rank, tag in tags.items():
-            if rank != self._world.rank:
-                self._send(rank, _question(0, Batch([])), tag)
-        for message in self._sent:
-            message.wait()
+        if self._receiver is not None:
+            self._awaited.put(False)
+            with self._world.process.waiting(list(self._open)):
+                self._receiver.join()
+            self._raise_fault()
+        for rank in self._mail.ranks:
+            self._mail.send(rank, _question(0, Batch([])))
+        self._mail.close()
+
+    @contextmanager
+    def answering_others(self) -> Iterator[None]:
+        """Answer other ranks that ask this one in a thread, until they have ended, too."""
+        others = asked_by(self._world, self._all_asks)
+        failed: list[BaseException] = []
+
+        def answer() -> None:
+            try:
+                answer_all(self._world, self._engines, self._all_asks, answering=self._answering)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = Thread(target=answer, name="questions", daemon=True)
+        if others:
+            thread.start()
+        yield
+        if others:
+            with self._world.process.waiting(others):
+                thread.join()
+        if failed:
+            raise failed[0]
+
+
+def _fields(data: Tensor) -> Answer:
+    return Batch.unpack(data).fields
+
+
+class _Mail:
+    """Sends bytes to ranks under one tag, and receives them from whichever has sent first under another."""
+
+    def __init__(self, world: World, ranks: Sequence[int], *, sends: int, receives: int) -> None:
+        self.ranks = tuple(ranks)
+        """The ranks from which bytes may come."""
+        self._control = world.control
+        self._send_tag = sends
+        self._receive_tag = receives
+        self._sent: deque[Pending] = deque()
+
+    def send(self, rank: int, data: Tensor) -> None:
+        """Post bytes: an envelope with their number and the first of them, and the others by themselves."""
+        room = _ENVELOPE_BYTES - 8
+        envelope = torch.zeros(_ENVELOPE_BYTES, dtype=torch.uint8)
+        envelope[:8] = torch.tensor([len(data)]).view(torch.uint8)
+        envelope[8 : 8 + len(data[:room])] = data[:room]
+        messages = [(rank, envelope), (rank, data[room:])]
+        self._sent.append(self._control.post(messages, [], tag=self._send_tag))
+        if len(self._sent) > _OPEN_MESSAGES:
+            self._sent.popleft().wait()
+
+    def receive(self) -> tuple[int, Tensor]:
+        """Return the rank whose bytes have come first, and the bytes."""
+        envelope = torch.empty(_ENVELOPE_BYTES, dtype=torch.uint8)
+        rank = self._control.recv_any(envelope, self.ranks, tag=self._receive_tag)
+        length = checked_length(int(envelope[:8].view(torch.int64)), rank=rank)
+        data = envelope[8 : 8 + length]
+        if (rest := length - len(data)) > 0:
+            data = torch.cat([data, torch.empty(rest, dtype=torch.uint8)])
+            self._control.exchange([], [(rank, data[-rest:])], tag=self._receive_tag)
+        return rank, data
+
+    def close(self) -> None:
+        """Wait until all that was sent has been received."""
+        while self._sent:
+            self._sent.popleft().wait()
 
 
 def _question(number: int, rows: Batch) -> Tensor:
@@ -115,28 +239,32 @@ def _question(number: int, rows: Batch) -> Tensor:
     return torch.cat([torch.tensor([number], dtype=torch.uint8), rows.pack()])
 
 
-def answer_all(world: World, engines: EngineStore, asks: Sequence[Ask]) -> None:
-    """Answer the ranks of a host call that ask this one, in turns, until all of them have ended.
+def asked_by(world: World, asks: Sequence[Ask]) -> list[int]:
+    """Return the other ranks whose questions this one answers."""
+    return sorted({rank for ask in asks for rank in ask.far(world.rank)})
 
-    `asks` are all of the host call's.
+
+def answer_all(
+    world: World, engines: EngineStore, asks: Sequence[Ask], *,
+    answering: AbstractContextManager[Any] | None = None,
+) -> None:
+    """Answer the ranks of a host call that ask this one, as their questions come, until all have ended.
+
+    `asks` are all of the host call's. `answering` is held while a question is answered.
     """
-    asking = sorted({rank for ask in asks for rank in ask.far(world.rank)})
-    tag = asks[0].tag
-    sent: deque[Pending] = deque()
-    while asking:
-        for rank in list(asking):
-            with world.process.waiting([rank]):
-                question = world.control.recv_bytes(rank, tag=tag)
-            rows = Batch.unpack(question[1:])
-            if not rows.fields:
-                asking.remove(rank)
-                continue
-            answer = Batch(rows.ids, dict(_answer(engines, asks[int(question[0])], rows)))
-            sent.append(world.control.send_bytes(answer.pack(), [rank], tag=tag))
-            if len(sent) > _UNDER_WAY:
-                sent.popleft().wait()
-    for message in sent:
-        message.wait()
+    answering = answering or nullcontext()
+    mail = _Mail(world, asked_by(world, asks), sends=asks[0].tag + ANSWERS, receives=asks[0].tag)
+    while mail.ranks:
+        with world.process.waiting(mail.ranks):
+            rank, question = mail.receive()
+        rows = Batch.unpack(question[1:])
+        if not rows.fields:
+            mail.ranks = tuple(one for one in mail.ranks if one != rank)
+            continue
+        with answering:
+            answer = _answer(engines, asks[int(question[0])], rows)
+        mail.send(rank, Batch(rows.ids, dict(answer)).pack())
+    mail.close()
 
 
 def _answer(engines: EngineStore, ask: Ask, rows: Batch) -> Answer:

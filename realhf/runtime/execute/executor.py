@@ -33,7 +33,7 @@ from realhf.runtime.compile.actions import (
     outside_producers,
 )
 from realhf.runtime.compile.program import PredictedMemory
-from realhf.runtime.execute.asking import Asker, answer_all
+from realhf.runtime.execute.asking import Asker, answer_all, asked_by
 from realhf.runtime.execute.host_call import Agreements, HostContext, call_host_function
 from realhf.runtime.execute.meters import MemoryMeter, generate_flops, pass_flops, sampled_tokens
 from realhf.runtime.records.step_record import Event, StepRecord
@@ -209,9 +209,9 @@ class Executor:
                 self._redistribute(action)
             else:
                 self._wait_for_weights(action)
-                if any(ask.far(self._world.rank) for ask in action.asks):
-                    self._answer(action)
                 minibatches = inputs.pop(action.call.name, None)
+                if minibatches is None and asked_by(self._world, action.asks):
+                    self._answer(action)
                 if minibatches is not None and action.call.kind == "host":
                     self._run_host(action, minibatches)
                 elif minibatches is not None and not action.is_asked:
@@ -533,13 +533,15 @@ class Executor:
         timed = self._record.timed(
             rank=self._world.rank, name=call.name, kind="host", waited=self._take_waited())
         doing = self._world.process.doing(call.name)
-        with doing, timed, self._context.of_call(self._program.prefix + call.name) as context:
+        of_call = self._context.of_call(
+            self._program.prefix + call.name, ring=self._program.plan[call.name].ring)
+        with doing, timed, of_call as context, ExitStack() as stack:
+            for ask in action.asks:
+                if self._world.rank in ask.layout:
+                    stack.enter_context(self._weights(Run(ask.call, ask.layout)))
             context.asker = Asker(self._world, self._models.engines, action.asks)
-            with ExitStack() as stack:
-                for ask in action.asks:
-                    if self._world.rank in ask.layout:
-                        stack.enter_context(self._weights(Run(ask.call, ask.layout)))
-                result = call_host_function(call, batch, context)
+            stack.enter_context(context.asker.answering_others())
+            result = call_host_function(call, batch, context)
             context.asker.close()
         work = call.work_as(HostFunction)
         if work.filters or work.decides:

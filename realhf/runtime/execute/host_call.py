@@ -38,15 +38,18 @@ class HostContext:
     """The `state` of every host call of this rank, by its name; checkpoints hold them."""
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """`run.state` of the step program, equal on all ranks; host functions may only read it."""
+    ring: int | None = None
+    """The `ring` of the present call in the plan: slices of its environments; None: the function's choice."""
     asker: Any = None
     """Asks forward calls for the present call (see `runtime.execute.asking`)."""
     scored_samples: list[dict[str, Any]] = field(default_factory=list)
     """The samples that an evaluation has just scored on this rank."""
 
     @contextmanager
-    def of_call(self, name: str) -> Iterator["HostContext"]:
-        """Let `state` be that of a call. No other call sees it, on whichever ranks a plan puts them."""
+    def of_call(self, name: str, *, ring: int | None = None) -> Iterator["HostContext"]:
+        """Let `state` and `ring` be those of a call; no other call sees them, wherever a plan puts it."""
         self.state = self.states.setdefault(name, {})
+        self.ring = ring
         yield self
         self.states[name] = self.state
 
