@@ -21,8 +21,11 @@ The time to a return counts from the start of the command until the mean return 
 episodes is as high; these are episodes of training, with noise. The policy that is left plays once in each
 of 16 environments of EnvPool with other seeds, without noise, for all sides alike: its held-out return.
 
-Known differences: Sample Factory clips ratios at 1/1.2, starts its last layer with a gain of 1, and clips
-normalised observations at 5, not 10.
+Known differences: ours normalises observations by the mini-batches of training, as Sample Factory does, and
+envpool by what it has played, with each step. Ours counts the value at the end of an episode that was
+truncated, and envpool counts nothing. Ours scales the advantages of a whole step, and envpool those of a
+mini-batch. Sample Factory clips ratios at 1/1.2, starts its last layer with a gain of 1, and clips normalised
+observations at 5, not 10.
 
 `ring` runs the same example on an environment that sleeps for 5 ms in each step. Each slice of the ring has
 `per_slice` environments, a process each, so that a larger ring has more of them, as in SRL. The policy is on
@@ -299,13 +302,11 @@ def write_policy(out: Path) -> None:
     """Write the policy of one of our runs as rivals do: what normalises observations, and the layers."""
     (export,) = (out / "run" / "hf").glob("step_*")
     weights = load_file(export / "model.safetensors")
-    (manifest,) = (out / "run" / "checkpoints").glob("step_*/manifest.json")
-    (of_rank,) = (rank for rank in json.loads(manifest.read_text())["ranks"] if "play" in rank["host_states"])
-    state = of_rank["host_states"]["play"]["scale"]
+    variance = (weights["square"] - weights["mean"].square()).clamp_min(1e-8)
     layers = [weights[f"policy.{i}.{part}"] for i in (0, 2, 4) for part in ("weight", "bias")]
     np.savez(
-        out / "policy.npz", mean=np.array(state["mean"]), std=np.sqrt(np.array(state["var"]) + 1e-8),
-        clip=np.array(10.0), **{f"layer{i}": layer.numpy() for i, layer in enumerate(layers)})
+        out / "policy.npz", mean=weights["mean"].numpy(), std=variance.sqrt().numpy(), clip=np.array(10.0),
+        **{f"layer{i}": layer.numpy() for i, layer in enumerate(layers)})
 
 
 def compare(options: Sides) -> int:

@@ -137,9 +137,9 @@ class Agent(nn.Module):
 
     def observed(self, x):
         """Let the means of observations and of their squares include a mini-batch of training."""
-        self.count += 1
-        self.mean += (x.mean(0) - self.mean) / self.count
-        self.square += (x.square().mean(0) - self.square) / self.count
+        self.count = self.count + 1
+        self.mean = self.mean + (x.mean(0) - self.mean) / self.count
+        self.square = self.square + (x.square().mean(0) - self.square) / self.count
 
     def forward(self, x):
         if x.dim() == 4:

@@ -57,18 +57,19 @@ class Rollout:
         self.source: VectorSource | None = None
 
     def __call__(self, batch, context):
-        """Play those environments whose segments are the rows of the batch."""
+        """Play those environments whose segments are the rows of the batch: row % num_envs is a number."""
         ppo = self.ppo
-        num_envs = len(batch) * ppo.segment // ppo.horizon
-        first = int(batch["dataset_row"][0]) * ppo.segment // ppo.horizon
+        numbers = batch["dataset_row"].remainder(ppo.num_envs).unique().tolist()
+        if len(numbers) * ppo.horizon != len(batch) * ppo.segment:
+            raise ValueError("the ranks of `play` must divide num_envs")
         if self.source is None:
             self.source = VectorSource(
-                ppo.envpool or partial(make, ppo.task), num_envs, ring=context.ring or ppo.ring,
-                seed=ppo.seed, first=first, processes=ppo.processes, state=context.state.get("source"))
+                ppo.envpool or partial(make, ppo.task), len(numbers), ring=context.ring or ppo.ring,
+                seed=ppo.seed, numbers=numbers, processes=ppo.processes, state=context.state.get("source"))
             self.plays = context.state.get("plays", 0)
         action = self.source.action_space
         size = (ppo.horizon + 1, action.shape[0] if action.shape else 1)
-        noise = np.stack([self.noise(first + i, size) for i in range(num_envs)], 1).astype(ppo.dtype)
+        noise = np.stack([self.noise(number, size) for number in numbers], 1).astype(ppo.dtype)
         self.plays += 1
 
         def ask(now, step, environments):
@@ -82,7 +83,8 @@ class Rollout:
         columns["target"] = columns["advantage"] + columns["value"]
         context.state |= {"source": self.source.state(), "plays": self.plays}
         segments = {
-            key: column.swapaxes(0, 1).reshape(-1, ppo.segment, *column.shape[2:])
+            key: column.reshape(-1, ppo.segment, *column.shape[1:]).swapaxes(1, 2).reshape(
+                -1, ppo.segment, *column.shape[2:])
             for key, column in columns.items() if key in COLUMNS}
         metrics = {"version": context.version("act"), "frames": self.plays * ppo.frames}
         return segments, metrics | ({"return/mean": float(np.mean(returns))} if returns else {})
@@ -111,9 +113,9 @@ def scale(batch, context):
 
 def ppo_loss(agent, batch, clip: float, entropy_coef: float):
     flat = {key: column.flatten(0, 1) for key, column in batch.fields.items()}
-    if flat["observation"].dim() == 2:
-        agent.observed(flat["observation"])
     outputs, logits_or_std, value = agent(flat["observation"])
+    if flat["observation"].dim() == 2:  # Replicas see different rows, and then take the mean.
+        agent.observed(flat["observation"])
     logprob, entropy = agent.logprob(outputs, logits_or_std, flat["action"])
     ratio = (logprob - flat["logprob"]).exp()
     gain = torch.minimum(ratio * flat["scaled"], ratio.clamp(1 - clip, 1 + clip) * flat["scaled"])

@@ -19,7 +19,7 @@ from realhf.errors import UserError
 _RETURN = "episode_return"
 _TRUNCATED = "episode_truncated"
 _FINAL = "episode_final"
-_MOST_ENVS = 1 << 14
+_MOST_SEEDS = 1 << 14
 """Distance between the first seeds of EnvPool's environments under two seeds of a source."""
 Array = NDArray[Any]
 
@@ -225,22 +225,22 @@ class VectorSource:
 
     def __init__(
         self, make: Callable[[], gymnasium.Env] | str, num_envs: int, *, ring: int = 1, seed: int = 0,
-        first: int = 0, processes: bool = True, state: Mapping[str, Any] | None = None, **settings: Any,
+        numbers: Sequence[int] | None = None, processes: bool = True,
+        state: Mapping[str, Any] | None = None, **settings: Any,
     ) -> None:
         """`make` returns an environment, or is the name of a task of EnvPool, which gets the `settings`.
 
         With `processes`, each environment has a process of its own. `state` is that of a source to continue.
-        Episodes depend on the seed and on an environment's number, which counts from `first`: sources on
+        Episodes depend on the seed and on an environment's number (`numbers`; None: from 0): sources on
         several ranks together have the episodes of one.
         """
         if ring < 1 or num_envs % ring:
             raise UserError(f"VectorSource: num_envs is {num_envs}: it must be a multiple of ring, {ring}")
-        numbers = [first, first + num_envs]
-        if state and state["numbers"] != numbers:
+        self._numbers = list(range(num_envs) if numbers is None else numbers)
+        if state and state["numbers"] != self._numbers:
             raise UserError(
-                f"VectorSource: the environments of this rank are {numbers} (first, end), and its state has "
-                f"{state['numbers']}: resume with a plan that has as many ranks for them")
-        self._numbers = numbers
+                f"VectorSource: this rank's environments have the numbers {self._numbers}, and its state is "
+                f"of {state['numbers']}: resume with a plan that has as many ranks for them")
         self.ring = ring
         self.num_envs = num_envs
         size = num_envs // ring
@@ -248,11 +248,11 @@ class VectorSource:
         self._slices: list[Slice] = []
         for i in range(ring):
             if isinstance(make, str):
-                start = seed * _MOST_ENVS + first + i * size  # EnvPool counts on from it.
+                start = seed * _MOST_SEEDS + self._numbers[i * size] * size  # EnvPool counts on from it.
                 self._slices.append(EnvPoolSlice(make, num_envs=size, seed=start, **settings))
             else:
                 makers = [
-                    partial(_episodes, make, index=first + i * size + row, row=row, seed=seed)
+                    partial(_episodes, make, index=self._numbers[i * size + row], row=row, seed=seed)
                     for row in range(size)]
                 self._slices.append(GymnasiumSlice(makers, processes=processes))
         self.can_restore = not isinstance(make, str)
