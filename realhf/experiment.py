@@ -312,6 +312,10 @@ class Expected:
     call_seconds: dict[str, float] = field(default_factory=dict)
     """Call -> its seconds on one rank with all samples of a step, of a call in plain Python, such as one that
     plays with environments, or of a function on a module. `report` shows those of a run."""
+    questions: dict[str, float] = field(default_factory=dict)
+    """Host call -> the questions that it asks other calls in a step (`HostFunction.asks`). Each costs two
+    messages if another rank answers."""
+    question_bytes: float = 4096.0  # Mean size of a question with its answer.
     reward_seconds: float = 0.0  # Mean time in which the reward functions score one sample.
     reward_p99_seconds: float | None = None  # 99 % of the samples take no longer; None: all take the mean.
     seconds_from: str | None = None

@@ -302,10 +302,11 @@ def write_policy(out: Path) -> None:
     """Write the policy of one of our runs as rivals do: what normalises observations, and the layers."""
     (export,) = (out / "run" / "hf").glob("step_*")
     weights = load_file(export / "model.safetensors")
-    variance = (weights["square"] - weights["mean"].square()).clamp_min(1e-8)
+    mean, square = weights["moments"]
+    std = (square - mean.square()).clamp_min(1e-8).sqrt()
     layers = [weights[f"policy.{i}.{part}"] for i in (0, 2, 4) for part in ("weight", "bias")]
     np.savez(
-        out / "policy.npz", mean=weights["mean"].numpy(), std=variance.sqrt().numpy(), clip=np.array(10.0),
+        out / "policy.npz", mean=mean.numpy(), std=std.numpy(), clip=np.array(10.0),
         **{f"layer{i}": layer.numpy() for i, layer in enumerate(layers)})
 
 

@@ -23,7 +23,7 @@ def seconds_beside_others(
     """Return the seconds of every call of a plan in the steady state; alone, calls take `call_seconds`."""
     needs = dependencies(problem, rates)
     moving = step_time.moving_seconds(rates, problem, needs, contiguous_layouts(problem, plan))
-    seconds, first, stop = times_of_plan(problem, plan, call_seconds)
+    seconds, first, stop = times_of_plan(problem, rates, plan, call_seconds)
     shares = have_common_ranks(first, stop)
     waits = step_time._waits(needs, np.zeros_like(seconds), shares, moving, needs.busy(moving, first, stop))
     taken = among_neighbours(

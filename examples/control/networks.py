@@ -1,5 +1,6 @@
 """Small networks of continuous control, and their optimizer."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 
@@ -131,22 +132,21 @@ class Agent(nn.Module):
         self.policy = layer(512, actions, 0.01) if pixels else tanh_mlp(shape[0], actions, 0.01)
         self.value = layer(512, 1, 1.0) if pixels else tanh_mlp(shape[0], 1, 1.0)
         self.log_std = nn.Parameter(torch.zeros(1 if discrete else actions))
-        for name, value in (("mean", 0.0), ("square", 1.0)):
-            self.register_buffer(name, torch.full((1 if pixels else shape[0],), value))
+        size = 1 if pixels else shape[0]
+        self.register_buffer("moments", torch.stack([torch.zeros(size), torch.ones(size)]))
         self.register_buffer("count", torch.zeros(()))
 
     def observed(self, x):
         """Let the means of observations and of their squares include a mini-batch of training."""
         self.count = self.count + 1
-        self.mean = self.mean + (x.mean(0) - self.mean) / self.count
-        self.square = self.square + (x.square().mean(0) - self.square) / self.count
+        self.moments = self.moments.lerp(torch.stack([x, x * x]).mean(1), 1 / self.count)
 
     def forward(self, x):
         if x.dim() == 4:
             x = self.body(x / 255)
         else:
-            deviation = (self.square - self.mean.square()).clamp_min(1e-8).sqrt()
-            x = ((x - self.mean) / deviation).clamp(-10, 10)
+            mean, square = self.moments
+            x = ((x - mean) / (square - mean * mean).clamp_min(1e-8).sqrt()).clamp(-10, 10)
         outputs = self.policy(x)
         logits_or_std = outputs.log_softmax(-1) if self.discrete else self.log_std.exp().expand_as(outputs)
         return outputs, logits_or_std, self.value(x).squeeze(-1)
@@ -156,5 +156,6 @@ class Agent(nn.Module):
         if self.discrete:
             entropy = -(logits_or_std.exp() * logits_or_std).sum(-1)
             return logits_or_std.gather(-1, action.long()).squeeze(-1), entropy
-        normal = torch.distributions.Normal(outputs, logits_or_std, validate_args=False)
-        return normal.log_prob(action).sum(-1), normal.entropy().sum(-1)
+        constant = self.log_std + 0.5 * math.log(2 * math.pi)
+        logprob = -(0.5 * ((action - outputs) / logits_or_std).square() + constant).sum(-1)
+        return logprob, (0.5 + constant).sum().expand_as(logprob)

@@ -318,6 +318,14 @@ def problem_of(
             there_are = ", ".join(call.name for call in graph.calls)
             raise ValueError(f"expected.call_seconds has {name!r}: the calls are {there_are}")
         require(seconds >= 0, f"expected.call_seconds[{name!r}]", seconds, "not be negative")
+    for name, count in experiment.expected.questions.items():
+        asking = [c.name for c in graph.calls if isinstance(c.work, HostFunction) and c.work.asks]
+        if name not in asking:
+            there_are = ", ".join(asking) or "none"
+            raise ValueError(f"expected.questions has {name!r}: the host calls that ask are {there_are}")
+        require(count >= 0, f"expected.questions[{name!r}]", count, "not be negative")
+    size = experiment.expected.question_bytes
+    require(size >= 0, "expected.question_bytes", size, "not be negative")
     turns = expected_turns(experiment, graph)
     lengths = sequence_lengths(experiment, most_response_tokens(graph, turns), turns=turns)
     parts = checked_parts(experiment, graph)
@@ -475,7 +483,10 @@ def _workload(
     if isinstance(work, HostFunction):
         scoring = _scoring_time(experiment.expected, work.function)
         seconds = experiment.expected.call_seconds.get(call.name, experiment.expected.host_seconds)
-        of_call |= {"seconds": seconds * settings["runs"], "scoring": scoring}
+        questions = experiment.expected.questions.get(call.name, 0.0) * settings["runs"]
+        of_call |= {
+            "seconds": seconds * settings["runs"], "scoring": scoring, "questions": questions,
+            "question_bytes": experiment.expected.question_bytes}
     elif isinstance(work, ForwardFunction | TrainFunction):
         of_call["seconds"] = experiment.expected.call_seconds.get(call.name, 0.0) * settings["runs"]
         if isinstance(work, TrainFunction):

@@ -307,7 +307,7 @@ def simulate(
     """Return a step of a plan, late enough that the start has no effect."""
     calls = problem.calls
     needs = dependencies(problem, rates)
-    times = times_of_plan(problem, plan, {name: cost.seconds for name, cost in costs.items()})
+    times = times_of_plan(problem, rates, plan, {name: cost.seconds for name, cost in costs.items()})
     moving = moving_seconds(rates, problem, needs, contiguous_layouts(problem, plan))
     period = float(step_periods(problem.cluster, needs, *times, moving=moving)[0])
     busy = needs.busy(moving, times.first, times.stop)[0]
@@ -370,7 +370,8 @@ def port_traffic(
         return PortTraffic(0.0, period, period)
     calls = problem.calls
     needs = dependencies(problem, rates)
-    seconds, first, stop = times_of_plan(problem, plan, {name: cost.seconds for name, cost in costs.items()})
+    of_models = {name: cost.seconds for name, cost in costs.items()}
+    seconds, first, stop = times_of_plan(problem, rates, plan, of_models)
     layouts = contiguous_layouts(problem, plan)
     moving = moving_seconds(rates, problem, needs, layouts)
     ports = rates.ports

@@ -62,6 +62,8 @@ class Workload:
     seconds: float = 0.0
     """Duration of a call in plain Python, or of functions on a module, on one rank in all of its runs."""
     seconds_deviation: float = 0.0  # Standard deviation of these seconds from step to step.
+    questions: float = 0.0  # How many such a call asks other calls in all of its runs.
+    question_bytes: float = 0.0  # Mean size of a question with its answer.
     scoring: ScoringTime | None = None  # The time in which such a call scores answers, in addition.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.

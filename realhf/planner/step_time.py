@@ -172,15 +172,40 @@ def moving_seconds(
     return moving
 
 
+def asking_seconds(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> float:
+    """Return the seconds in which the questions of a call in plain Python travel to other ranks and back.
+
+    The ranks of the call share its questions. With a ring, so many of them are under way at a time.
+    """
+    asks = call.work.asks if isinstance(call.work, HostFunction) else ()
+    workload = problem.workloads[call.name]
+    if not workload.questions or call.name not in plan.calls or not asks or asks[0] not in plan.calls:
+        return 0.0
+    layout = plan[call.name].layout
+    answering = plan[asks[0]].layout.ranks
+    per_host = problem.cluster.devices_per_host
+    seconds = 0.0
+    for i, rank in enumerate(layout.ranks):
+        if rank not in answering:
+            within_host = rank // per_host == answering[i % len(answering)] // per_host
+            message = rates.send(workload.question_bytes / 2, within_host=within_host)
+            seconds = max(seconds, 2 * (message + rates.efficiencies.message_seconds))
+    return workload.questions / layout.dp * seconds / (plan[call.name].ring or 1)
+
+
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
     """Return the model call on whose result ranks a plain Python call runs, and whether it is split over
     them.
 
-    A call that can be split runs with the call that makes its inputs. Any other runs with the call that reads
-    its outputs. If there is no such model call, the name is None and it runs on rank 0. If some calls run
-    ahead, the others do not run with one of them, but with a call that trains a role.
+    A call that asks another runs with that one, so that no question is a message; it is not split, as its
+    function may need certain rows together. A call that can be split runs with the call that makes its
+    inputs. Any other runs with the call that reads its outputs. If there is no such model call, the name is
+    None and it runs on rank 0. If some calls run ahead, the others do not run with one of them, but with a
+    call that trains a role.
     """
     graph = problem.graph
+    if isinstance(call.work, HostFunction) and call.work.asks:
+        return call.work.asks[0], False
     is_ahead = call.name in problem.ahead
     model_calls = [c for c in graph.order if c.role is not None and (c.name in problem.ahead) == is_ahead]
     producers = filter(None, map(graph.producer, call.inputs))
@@ -358,7 +383,7 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a step in the steady state if calls take `call_seconds`."""
     needs = dependencies(problem, rates)
-    times = times_of_plan(problem, plan, call_seconds)
+    times = times_of_plan(problem, rates, plan, call_seconds)
     moving = moving_seconds(rates, problem, needs, contiguous_layouts(problem, plan))
     return float(step_periods(problem.cluster, needs, *times, moving=moving)[0])
 
@@ -369,15 +394,18 @@ def contiguous_layouts(problem: Problem, plan: ExecutionPlan) -> dict[int, Conti
     return {i: ContiguousLayout(layout.strategy, layout.ranks[0]) for i, layout in layouts.items()}
 
 
-def times_of_plan(problem: Problem, plan: ExecutionPlan, call_seconds: Mapping[str, float]) -> CallTimes:
+def times_of_plan(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
+) -> CallTimes:
     """Return the times and ranks of every call in one plan.
 
-    Calls in plain Python take what their workloads say unless they are among `call_seconds`. Those that the
-    plan leaves out run on rank 0, as in a run.
+    Calls in plain Python take what their workloads say, and the time of their questions, unless they are
+    among `call_seconds`. Those that the plan leaves out run on rank 0, as in a run.
     """
     layouts = [plan[call.name].layout if call.name in plan.calls else _RANK_0 for call in problem.calls]
     host = {
-        call.name: problem.workloads[call.name].seconds_on(layout.dp)
+        call.name:
+            problem.workloads[call.name].seconds_on(layout.dp) + asking_seconds(problem, rates, plan, call)
         for call, layout in zip(problem.calls, layouts, strict=True) if call.role is None}
     seconds = [{**host, **call_seconds}[call.name] for call in problem.calls]
     first = [min(layout.ranks) for layout in layouts]

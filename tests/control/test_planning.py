@@ -1,15 +1,18 @@
 """The planner's view of modules: their bytes, stated seconds, and products at the device's peak."""
 
+from dataclasses import replace
+
 import pytest
 
 from realhf import Cluster, Expected
 from realhf.cli.main import main
 from realhf.cli.planning_problem import problem_of
-from realhf.execution_plan import CallPlan
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
 from realhf.planner.call_cost import call_cost
 from realhf.planner.rates import Rates
 from realhf.planner.shard import weights_bytes
+from realhf.planner.step_time import host_anchor, times_of_plan
 from tests.control.modules import Net, experiment
 
 CLUSTER = Cluster.load("cpu-laptop")
@@ -49,6 +52,43 @@ def test_host_calls_take_their_stated_seconds():
     made = experiment("player", expected=Expected(call_seconds={"play": 7.0}, host_seconds=2.0))
     assert problem_of(made, CLUSTER).workloads["play"].seconds_on(1) == 7
     assert problem_of(experiment("player"), CLUSTER).workloads["play"].seconds_on(1) == 0
+
+
+def test_questions_cost_messages_where_another_rank_answers():
+    """Two messages for each question, of half the bytes each; a ring has as many under way at a time."""
+    made = experiment("player", expected=Expected(
+        call_seconds={"play": 7.0}, questions={"play": 1000.0}, question_bytes=2000.0))
+    problem = problem_of(made, CLUSTER)
+    rates = Rates(CLUSTER)
+
+    def seconds(ring: int | None, **layouts: str) -> float:
+        calls = {name: CallPlan(Layout.parse(layout)) for name, layout in layouts.items()}
+        calls["play"] = replace(calls["play"], ring=ring)
+        times = times_of_plan(problem, rates, ExecutionPlan(calls), {"act": 0.0, "actor_train": 0.0})
+        return float(times.seconds[0, [call.name for call in problem.calls].index("play")])
+
+    there_and_back = 2 * (rates.send(1000.0, within_host=True) + rates.efficiencies.message_seconds)
+    assert seconds(None, play="d1@0", act="d2@0-1", actor_train="d1@0") == 7
+    remote = {"play": "d1@0", "act": "d1@1", "actor_train": "d1@1"}
+    assert seconds(None, **remote) == pytest.approx(7 + 1000 * there_and_back)
+    assert seconds(4, **remote) == pytest.approx(7 + 250 * there_and_back)
+    assert seconds(None, play="d2@0,2", act="d1@1", actor_train="d1@1") == pytest.approx(
+        3.5 + 500 * there_and_back)
+    assert host_anchor(problem, problem.graph["play"]) == ("act", False)
+
+
+def test_questions_of_unknown_calls_are_refused():
+    made = experiment("player", expected=Expected(questions={"act": 1.0}))
+    with pytest.raises(ValueError, match="expected.questions has 'act': the host calls that ask are play"):
+        problem_of(made, CLUSTER)
+
+
+def test_only_calls_that_ask_have_a_ring():
+    calls = {"net_train": CallPlan(Layout.parse("d1@0"), ring=2)}
+    with pytest.raises(ValueError, match="calls.net_train.ring: only a host call that asks others"):
+        ExecutionPlan(calls).check(experiment("regression").graph(), world_size=1)
+    with pytest.raises(ValueError, match="ring is 0: it must be a whole number of at least 1"):
+        CallPlan(Layout.parse("d1@0"), ring=0)
 
 
 def test_seconds_of_unknown_calls_are_refused():

@@ -75,7 +75,7 @@ def test_remote_answers_have_the_bits_of_inline_ones(pool, tmp_path):
         run("Pendulum-v1", layouts, {"dtype": "float32", "max_lag": 1}, tmp_path / name)
         weights.append(load_file(tmp_path / name / "hf/step_4/model.safetensors"))
     assert all(torch.equal(*both) for both in zip(*(w.values() for w in weights), strict=True))
-    assert weights[0]["count"] == 4 * 2 * 2  # Mini-batches in epochs of four steps.
+    assert weights[0]["count"].item() == 4 * 2 * 2  # Mini-batches in epochs of four steps.
 
 
 def test_resume_is_exact(tmp_path):
