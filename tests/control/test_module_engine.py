@@ -28,6 +28,7 @@ from realhf.models.modules import module_of, module_spec
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.equal_programs import _actions
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.execute.asking import _Mail
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.files import execute_file
 from tests.cli_tools import REPO, TIMED
@@ -97,6 +98,35 @@ def test_one_rank_answers_several_calls_when_their_asker_runs(pool, layouts):
     expected = trained(World(), "judged", None, {})
     assert_equal(pool.run(trained, "judged", JUDGED | layouts, {})[0], expected)
     assert [metrics["play/version"] for metrics in expected] == [1, 3, 5]
+
+
+SIZES = (0, 1, 4087, 4088, 4089, 300_000)
+
+
+def exchanged(world) -> list[tuple[int, list[int]]]:
+    """Let ranks 1 to 3 send bytes of many sizes to rank 0, which takes them as they come, and sends sums."""
+    ranks = [1, 2, 3] if world.rank == 0 else [0]
+    tags = (900, 901) if world.rank else (901, 900)
+    mail = _Mail(world, ranks, sends=tags[0], receives=tags[1])
+    got: list[tuple[int, list[int]]] = []
+    if world.rank:
+        for size in SIZES:
+            mail.send(0, torch.full((size,), world.rank, dtype=torch.uint8))
+    for _ in range(len(SIZES) * len(ranks)):
+        rank, data = mail.receive()
+        got.append((rank, [len(data), int(data.long().sum())]))
+        if world.rank == 0:
+            mail.send(rank, data)
+    mail.close()
+    return got
+
+
+def test_bytes_of_any_size_come_from_whoever_sends(pool):
+    results = pool.run(exchanged)
+    for rank in (1, 2, 3):
+        expected = [[size, size * rank] for size in SIZES]
+        assert [what for sender, what in results[0] if sender == rank] == expected
+        assert [what for _, what in results[rank]] == expected
 
 
 def test_lag_is_that_of_the_weights_that_answer():

@@ -1,5 +1,8 @@
 """Sources of environments, and PPO on them: inline and remote inference are equal, and resume is exact."""
 
+import threading
+import time
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -174,6 +177,49 @@ def test_advantages_bootstrap_where_episodes_are_truncated():
                 ppo.reward_scale * reward[s] + ppo.gamma * (0 if s == 2 else after[s]) - value[s])
             for s in range(t, end + 1))
         np.testing.assert_allclose(made[t], expected, rtol=1e-12)
+
+
+class Waits(Counting):
+    """At an action of 0 its step waits until another environment has got an action of 1."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def step(self, action):
+        if action[0] == 1:
+            self.file.touch()
+        end = time.monotonic() + 20
+        while not self.file.exists():
+            assert time.monotonic() < end, "the other environment got no action"
+            time.sleep(0.01)
+        return super().step([0.0])
+
+
+def test_answers_become_actions_while_another_slice_is_awaited(tmp_path):
+    """The second slice's answer comes when the source already waits for the step of the first."""
+    source = VectorSource(partial(Waits, tmp_path / "file"), 2, ring=2)
+
+    def ask(observation, step, environments):
+        later = Later(nullcontext)
+        action = {"action": environments[:, None].astype(float)}
+        threading.Timer(0.3 * environments[0], later.complete, [lambda: action]).start()
+        return {}, later
+
+    columns, _, _ = source.roll(2, ask)
+    source.close()
+    assert columns["action"][..., 0].tolist() == [[0, 1], [0, 1]]
+
+
+def test_errors_of_answers_are_those_of_the_roll():
+    source = VectorSource(Counting, 2, ring=2, processes=False)
+
+    def ask(observation, step, environments):
+        later = Later(nullcontext)
+        threading.Timer(0.05, later.complete, [dict]).start()
+        return {}, later.then(lambda answer: {"action": {}["nothing"]})
+
+    with pytest.raises(KeyError, match="nothing"):
+        source.roll(2, ask)
 
 
 def rolled(source: VectorSource, steps: int) -> list[np.ndarray]:
