@@ -734,6 +734,16 @@ class TrainFunction(Training):
         object.__setattr__(self, "noise", {key: tuple(shape) for key, shape in self.noise.items()})
 
 
+@dataclass(frozen=True)
+class HeldOutLosses(ForwardFunction):
+    """Computes the losses that a TrainFunction returns, without gradients and in evaluation mode.
+
+    Its output is their column. `function` is that of the training.
+    """
+
+    noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # As in the training.
+
+
 KEEP = "keep"
 """The column in which a filtering host function says which samples pass."""
 DECISION = "decision"

@@ -61,6 +61,13 @@ def user_line(error: BaseException) -> str | None:
     return None
 
 
+def innermost_user_line() -> str:
+    """Return `file:line` of the innermost call of a user's own code that runs now."""
+    frames = reversed(traceback.extract_stack())
+    lines = (f"{frame.filename}:{frame.lineno}" for frame in frames if is_users_file(frame.filename))
+    return next(lines, "?")
+
+
 def is_users_own(error: BaseException, *, calls: Collection[str] = ()) -> bool:
     """Return whether an exception arose in the user's own code, or in a library that this has called.
 

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import islice, pairwise
 from math import isfinite
 from pathlib import Path
@@ -14,11 +15,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import networkx as nx
 
-from realhf.calls import HostFunction, OptimizerConfig, SamplingConfig, Training, TrainStep, default_rates
+from realhf.calls import (
+    HeldOutLosses,
+    HostFunction,
+    OptimizerConfig,
+    SamplingConfig,
+    TrainFunction,
+    Training,
+    TrainStep,
+    default_rates,
+)
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig, as_dataset
 from realhf.data.row_files import commits_of_data
-from realhf.graph import DataflowGraph
+from realhf.graph import DataflowGraph, FunctionCall
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import MegatronConfig, ModelConfig, ModuleConfig, TransformersConfig
 from realhf.steps.hooks import EarlyStopping, Hook
@@ -389,6 +399,8 @@ class Experiment:
             """Set a field; rows in memory, and paths, become data sets."""
             if name in ("dataset", "eval_dataset"):
                 value = as_dataset(value, name)
+                if isinstance(value, Mapping) and name == "dataset":
+                    raise ValueError("dataset is a dict: give arrays by column as ArrayDataset({...})")
                 if isinstance(value, Mapping):
                     value = {key: as_dataset(held_out, set_field(key)) for key, held_out in value.items()}
             super().__setattr__(name, value)
@@ -415,8 +427,11 @@ class Experiment:
         It is called for each set, on a copy of the experiment with that set as `self.evaluation`. The calls
         write `completion` and `score`, which go to eval.jsonl, or return metrics from host calls, which
         are logged as `eval/<name>`, or both. A host call that is not splittable sees all samples at once.
+
+        Without a method of its own, an experiment of modules logs the losses of its TrainFunctions that read
+        nothing but columns of the dataset.
         """
-        return None
+        return held_out_losses(self.graph())
 
     @property
     def evaluation(self) -> Evaluation:
@@ -547,6 +562,40 @@ def seeded(graph: DataflowGraph, seed: int, *, deterministic: bool = False) -> D
     return graph.replace(*(call.with_work(**settings) for call in generating))
 
 
+def held_out_losses(graph: DataflowGraph) -> DataflowGraph | None:
+    """Return a graph whose metrics are the mean losses of TrainFunctions; None if it would be empty.
+
+    They are those that read nothing but columns of the dataset. A metric is called `<role>/loss`, or
+    `<call>/loss` if the role has several of them.
+    """
+    train = [
+        call for call in graph.calls
+        if isinstance(call.work, TrainFunction) and set(call.inputs) <= set(graph.inputs)]
+    roles = [call.role for call in train]
+    calls: list[FunctionCall] = []
+    for call in train:
+        work = call.work_as(TrainFunction)
+        name = call.role if roles.count(call.role) == 1 else call.name
+        losses = f"{call.name}/losses"
+        weights = () if work.weights is None else (work.weights,)
+        calls += [
+            FunctionCall(
+                f"{call.name}_held_out", role=call.role, reads=call.reads, inputs=call.inputs,
+                outputs=(losses,), work=HeldOutLosses(work.function, work.noise)),
+            FunctionCall(
+                f"{call.name}_mean", inputs=(losses, *weights),
+                work=HostFunction(partial(_mean_loss, f"{name}/loss")))]
+    read = tuple(key for key in graph.inputs if any(key in call.inputs for call in train))
+    return DataflowGraph(tuple(calls), inputs=read) if calls else None
+
+
+def _mean_loss(name: str, batch: Any, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the mean of the first column, weighted by the second one if there is one."""
+    losses, *weights = (column.double() for column in batch.fields.values())
+    weight = weights[0] if weights else losses * 0 + 1
+    return {}, {name: float((losses * weight).sum() / weight.sum())}
+
+
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
     """Cut a graph into the parts `rollout`, `score` and `train`. Raises ValueError if that is impossible."""
     generating = {call.name for call in graph.of_kind("generate")}
@@ -574,21 +623,28 @@ def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
 
 
 def resolved_roles(
-    experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph
+    roles: Mapping[str, Role], graph: DataflowGraph, num_runs: Mapping[str, int]
 ) -> dict[str, Role]:
     """Return the roles with a dtype, and with optimizers whose learning rate is known at every step.
 
-    Raises ValueError if a role's config.json names a dtype that is not legal.
+    `num_runs` counts the runs of each call. Raises ValueError if a role's config.json names a dtype that is
+    not legal.
     """
     resolved = {}
     for name, role in roles.items():
         trains = graph.works(Training, role=name)
         optimizer = role.optimizer
         if optimizer is not None:
-            num_steps = experiment.steps * sum(work.optimizer_steps for work in trains)
+            num_steps = optimizer_steps(graph, name, num_runs)
             optimizer = _resolved(optimizer, role, trains, num_steps=num_steps)
         resolved[name] = replace(role, dtype=role.weights_dtype, optimizer=optimizer)
     return resolved
+
+
+def optimizer_steps(graph: DataflowGraph, role: str, num_runs: Mapping[str, int]) -> int:
+    """Return the optimizer steps of a role in a whole run, in which each call runs `num_runs` times."""
+    calls = [call for call in graph.of_kind("train_step") if call.role == role]
+    return sum(num_runs[call.name] * call.work_as(Training).optimizer_steps for call in calls)
 
 
 def _resolved(

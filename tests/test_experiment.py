@@ -108,7 +108,8 @@ def test_a_bfloat16_model_is_trained_and_exported_in_bfloat16(task, tmp_path):
 
 def rates(experiment):
     graph = experiment.graph()
-    found = resolved_roles(experiment, experiment.roles(), graph)
+    runs = {call.name: experiment.steps for call in graph.calls}
+    found = resolved_roles(experiment.roles(), graph, runs)
     return {name: role.optimizer.lr for name, role in found.items() if role.optimizer is not None}
 
 
@@ -163,7 +164,9 @@ def test_tables_in_the_documentation_have_the_learning_rates():
 
 def resolved(optimizer, **settings):
     experiment = PPO(**ON_POLICY, critic=replace(SCORE, optimizer=optimizer), **settings)
-    return resolved_roles(experiment, experiment.roles(), experiment.graph())["critic"].optimizer
+    graph = experiment.graph()
+    runs = {call.name: experiment.steps for call in graph.calls}
+    return resolved_roles(experiment.roles(), graph, runs)["critic"].optimizer
 
 
 def test_schedules_end_with_the_run():

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -265,15 +265,18 @@ class CheckpointWriter:
     files. Ranks of other hosts send them, block by block, the regions that none of them holds.
 
     It writes the model's config.json, with `fields` added. With `lora`, the parameters are adapters, and it
-    writes a PEFT directory instead; `base` then names the base model.
+    writes a PEFT directory instead; `base` then names the base model. `complete` is called with the path of
+    each file of weights before that gets its name.
     """
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES,
         fields: Mapping[str, object] = MappingProxyType({}), lora: LoraConfig | None = None, base: str = "",
+        complete: Callable[[Path], None] | None = None,
     ) -> None:
         self._rank = world.rank
+        self._complete = complete
         self._leader = leader
         self._dtype = dtype
         if lora is None:
@@ -368,6 +371,8 @@ class CheckpointWriter:
                 if path.name not in written:
                     path.unlink()
         for name in names:
+            if self._complete is not None:
+                self._complete(directory / _unfinished(name))
             os.replace(directory / _unfinished(name), directory / name)
         if len(names) > 1:
             files = {name: tensor.path.name for name, tensor in self._tensors.items()}

@@ -16,7 +16,7 @@ from realhf.cli.program import add_plan_argument, compile_experiment, prove_here
 from realhf.cluster import Cluster
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory
 from realhf.errors import UserError, naming, warn
-from realhf.experiment import Role
+from realhf.experiment import Role, optimizer_steps
 from realhf.graph import FunctionCall, Work
 from realhf.layout import even_split
 from realhf.planner.memory_account import MemoryCheck, require_fit
@@ -142,7 +142,7 @@ def because(reason: str) -> str:
 def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
     """Return the counts of a run as JSON; `num_rows` are those of the dataset, None if they are not known.
 
-    Ranges are [least, most]. Optimizer steps assume that each part runs once in every step.
+    Ranges are [least, most]. A step program is counted as if its filters let all samples pass.
     """
     experiment = program.experiment
     prompts = experiment.steps * experiment.batch_size
@@ -186,6 +186,8 @@ def uneven_splits(counts: dict[str, Any]) -> list[str]:
     for name, call in counts["calls"].items():
         unit = "samples" if call["samples_together"] == 1 else f"groups of {call['samples_together']} samples"
         least, most = call["samples_per_minibatch"]
+        if call["runs_per_step"] != 1:
+            continue  # A step program decides how many samples it has.
         if least != most:
             what = f"{counts['prompts_per_step']} prompts do not divide by {call['minibatches']} mini-batches"
             warnings.append(f"call {name}: {what}, which have {least} or {most} samples")
@@ -225,21 +227,25 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
     work = call.work_as(Work)
     together = experiment.group_size if isinstance(work, Generate) or work.group_size > 1 else 1
     minibatches = work.num_minibatches
-    bounds = (even_split(experiment.batch_size, minibatches, i) for i in range(minibatches))
+    of_part = next(program.counts[part] for part, calls in experiment.parts(program.graph).items()
+                   if call.name in calls)
+    least, most = of_part.fewest_prompts, of_part.most_prompts
+    bounds = (even_split(prompts, minibatches, i) for prompts in (least, most) for i in range(minibatches))
     sizes = [(stop - start) * experiment.group_size for start, stop in bounds]
     units = [size // together for size in (min(sizes), max(sizes))]
     dp = plan.layout.dp
     counts: dict[str, Any] = {
-        "samples": sum(sizes),
+        "samples": most * experiment.group_size,
+        "runs_per_step": of_part.runs / experiment.steps,
+        "runs_are_exact": of_part.is_exact,
         "samples_together": together,
         "dp": dp,
         "minibatches": minibatches,
         "samples_per_minibatch": [min(sizes), max(sizes)],
         "samples_per_rank": [units[0] // dp * together, -(-units[1] // dp) * together]}
     if isinstance(work, Training):
-        per_step = work.optimizer_steps
-        counts |= {"epochs": work.epochs, "optimizer_steps_per_step": per_step}
-        counts["optimizer_steps"] = per_step * experiment.steps
+        counts |= {"epochs": work.epochs, "optimizer_steps_per_run": work.optimizer_steps}
+        counts["optimizer_steps"] = work.optimizer_steps * of_part.runs
     if call.kind in ("train_step", "forward"):
         counts["micro_batch_tokens"] = plan.micro_batch_tokens
     if isinstance(work, Generate):
@@ -258,8 +264,7 @@ def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
     counts |= _memory(program, name, role)
     if role.optimizer is None:
         return counts
-    trains = program.graph.works(Training, role=name)
-    count = program.experiment.steps * sum(work.optimizer_steps for work in trains)
+    count = optimizer_steps(program.graph, name, program.num_runs)
     last = max(0, count - 1)
     edge_steps = {0, min(last, max(0, role.optimizer.warmup_steps - 1))}
     rates = [learning_rate(role.optimizer, step) for step in sorted(edge_steps)]
@@ -309,13 +314,20 @@ def _num_evaluations(program: Program) -> int:
 
 
 def _call_words(call: dict[str, Any]) -> str:
+    times = call["runs_per_step"]
+    if not times:
+        return "never runs"
     words = [f"{call['samples']} samples"]
+    if times != 1:
+        about = "" if call["runs_are_exact"] else "about "
+        words.append(f"runs {about}{times:.3g} times per step")
     if call["minibatches"] > 1:
         words.append(f"{call['minibatches']} mini-batches of {_range(call['samples_per_minibatch'])}")
     if call["dp"] > 1:
         words.append(f"{_range(call['samples_per_rank'])} on each of {call['dp']} data-parallel ranks")
     if "optimizer_steps" in call:
-        words.append(f"{_number(call['optimizer_steps_per_step'], 'optimizer step')} per step")
+        words.append(f"{_number(call['optimizer_steps_per_run'], 'optimizer step')} per "
+                     + ("step" if times == 1 else "run"))
     if "micro_batch_tokens" in call:
         words.append(f"micro-batches of up to {call['micro_batch_tokens']} tokens")
     if "max_rows" in call:

@@ -125,7 +125,10 @@ def try_out(program: Program) -> Trial:
     """Read rows and call reward functions as a run would. Raises ValueError if that would end every run."""
     directory = program.experiment.tokenizer_dir()
     if not directory:
-        return Trial(warnings_of(program, None, {}), count_rows(program.experiment.dataset))
+        from realhf.runtime.execute.module_trial import try_functions  # It needs torch, as modules do.
+
+        warnings = [*warnings_of(program, None, {}), *try_functions(program, plays=True)]
+        return Trial(warnings, count_rows(program.experiment.dataset))
     if not (Path(directory) / "tokenizer.json").exists():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
         return Trial([*warnings_of(program, None, {}), untried])

@@ -6,6 +6,8 @@ The suffix T of a tensor means one entry per packed token.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -36,14 +38,20 @@ class Packed:
         """Return one view per sample."""
         return self.values.split(self.lengths)
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The place in `values` at which each sequence begins."""
+        return list(accumulate(self.lengths, initial=0))
+
     def like(self, values: torch.Tensor) -> "Packed":
         """Return other values with these lengths."""
         return Packed(values, self.lengths)
 
     def select(self, indices: Sequence[int]) -> "Packed":
         """Return the sequences at these places, in this order."""
-        sequences = self.split()
-        selected = Packed.of([sequences[i] for i in indices], empty=self.values[:0])
+        starts = self._starts
+        sequences = [self.values[starts[i] : starts[i] + self.lengths[i]] for i in indices]
+        selected = Packed.of(sequences, empty=self.values[:0])
         if self.on_host is not None:
             selected.on_host = self.like(self.on_host).select(indices).values
         return selected

@@ -1,11 +1,13 @@
 """The settings of data sets, and the columns of their rows that a graph reads. Imports no torch."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from realhf.data.memory_rows import names_files, shown_path, write_arrays, write_rows
@@ -26,6 +28,8 @@ LOADER_KEYS = (
 """Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
 """Prefix of a column's key in a graph, if the graph uses the column's name for something else."""
+_CHUNK = 1 << 24
+"""Numbers of a column that are looked at at once."""
 SOURCE = "dataset"
 """Column of a mixture's rows: the name of the part that they are from."""
 _TEMPLATE_ARGUMENTS = (
@@ -175,13 +179,31 @@ class ArrayDataset(DatasetConfig):
         """Return the number of rows."""
         return self.num_rows or next(iter(self.columns().values()))[0]
 
+    def not_finite(self) -> dict[str, tuple[int, int]]:
+        """Return, for each column with NaN or infinite values, the number of such rows and the first one."""
+        found = {}
+        for key, shape in self.columns().items():
+            with safe_open(str(self.path), framework="numpy") as file:
+                column = file.get_slice(key)
+                if column.get_dtype() not in ("F16", "F32", "F64"):
+                    continue
+                step = max(1, _CHUNK // max(1, math.prod(shape[1:])))
+                wrong: list[int] = []
+                for start in range(0, shape[0], step):
+                    stop = min(start + step, shape[0])
+                    is_number = np.isfinite(column[start:stop]).reshape(stop - start, -1).all(1)
+                    wrong += (start + np.flatnonzero(~is_number)).tolist()
+            if wrong:
+                found[key] = (len(wrong), wrong[0])
+        return found
+
     def check_keys(self, keys: Sequence[str]) -> None:
         """Raise ValueError unless there is a column for each key of a graph."""
         legal = (*self.columns(), DATASET_ROW)
         if missing := [key for key in keys if key not in legal]:
             raise ValueError(
-                f"dataset {self.path or 'of numbered rows'} has no column {missing[0]!r}, which the graph "
-                f"reads: its columns are {', '.join(legal)}")
+                f"dataset {shown_path(str(self.path)) or 'of numbered rows'} has no column {missing[0]!r}, "
+                f"which the graph reads: its columns are {', '.join(legal)}")
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ def shown_path(path: str) -> str:
     """Return a path for messages. For rows that were given in memory, say what they were instead."""
     if (of_memory := _FILE.fullmatch(Path(path).name)) is None:
         return path
+    if of_memory[1] == "arrays":
+        return "ArrayDataset({...})"
     return f"(a {of_memory[1]})" if of_memory[1] else "(rows in memory)"
 
 
@@ -62,11 +64,15 @@ def write_arrays(arrays: Mapping[str, Any]) -> str:
     for key, values in arrays.items():
         array = np.ascontiguousarray(getattr(values, "numpy", lambda given=values: given)())
         if array.dtype.kind not in "biuf" or not array.ndim:
-            raise ValueError(f"path has the column {key!r} of {array.dtype}: it must be an array of numbers")
+            raise ValueError(
+                f"ArrayDataset({{...}}) has the column {key!r} of {array.dtype}: it must be an array of "
+                "numbers")
         columns[key] = array
     sizes = {key: len(array) for key, array in columns.items()}
     if len(set(sizes.values())) != 1:
-        raise ValueError(f"path has columns of different lengths, {sizes}: each has one entry for each row")
+        raise ValueError(
+            f"ArrayDataset({{...}}) has columns of different lengths, {sizes}: each has one entry for each "
+            "row")
     data = import_module("safetensors.numpy").save(columns)
     directory = datasets_cache() / "realhf"
     directory.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from realhf.calls import ForwardFunction, OptimizerConfig, TrainFunction
+from realhf.calls import ForwardFunction, HeldOutLosses, OptimizerConfig, TrainFunction
 from realhf.data.batch import Batch, Packed
 from realhf.distributed.pieces import Shards
 from realhf.distributed.process import Report, no_report
@@ -25,7 +26,7 @@ from realhf.engine.base import (
     require_numbers,
     sum_metrics,
 )
-from realhf.errors import UserError, described
+from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
 from realhf.inference.sampling import stream_seed, uniform
 from realhf.layout import Layout
@@ -162,9 +163,12 @@ class ModuleEngine(Engine):
             report(f"micro-batch {i + 1}")
             columns = self.answer(call, rows, beside=beside)
             if lacking := [key for key in call.outputs if key not in columns]:
-                raise UserError(f"call {call.name!r} returned no column {lacking[0]!r}, which it declares")
+                legal = ", ".join(columns) or "nothing"
+                raise UserError(
+                    f"call {call.name!r} declares the output {lacking[0]!r}, and {named_function(call)} "
+                    f"returned {legal}")
             parts.append(output_batch(call, rows.ids, [
-                _column(columns[key], key, call.name, len(rows)) for key in call.outputs]))
+                _column(columns[key], key, call, len(rows)) for key in call.outputs]))
         outputs = Batch.concat(parts)
         for key in call.outputs:
             require_numbers(outputs, key, rank=self.groups.rank)
@@ -176,9 +180,14 @@ class ModuleEngine(Engine):
     ) -> Mapping[str, Any]:
         """Return what the function of a forward call returns for some rows: tensors by name."""
         _evaluating(self.module)
-        function = call.work_as(ForwardFunction).function
+        work = call.work_as(ForwardFunction)
+        if isinstance(work, HeldOutLosses):
+            rows = Batch(rows.ids, {**rows.fields, **self._noise(call, rows, 0)})
         before = self._random_states()
-        columns = self._call(call, function, rows.to(self.groups.world.device), beside)
+        columns = self._call(call, work.function, rows.to(self.groups.world.device), beside)
+        if isinstance(work, HeldOutLosses):
+            losses = columns[0] if isinstance(columns, tuple) else columns
+            columns = {call.outputs[0]: _per_row(losses, "the losses", call, len(rows))}
         if any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)):
             raise UserError(
                 f"call {call.name!r} draws random numbers of torch, which would be others in a resumed run: "
@@ -201,17 +210,38 @@ class ModuleEngine(Engine):
         except (FloatingPointError, MemoryError, UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if isinstance(error, KeyError) and error.args and error.args[0] not in rows.fields:
+            if _raised_by_batch(error):
+                place = user_line(error)
                 legal = ", ".join(rows.fields) or "none"
-                what = f"reads the column {error.args[0]!r}: its columns are {legal}"
-                raise UserError(f"call {call.name!r} {what}") from error
-            raise UserError(f"call {call.name!r} raised {described(error)}") from error
+                what = f"reads the column {error.args[0]!r}{f' at {place}' if place else ''}"
+                raise UserError(f"call {call.name!r} {what}: its columns are {legal}") from error
+            of_dtypes = isinstance(error, RuntimeError) and "dtype" in str(error)
+            hint = self._other_dtypes(rows) if of_dtypes else ""
+            if isinstance(error, TypeError | AttributeError):
+                lists = [
+                    key for key, column in rows.fields.items() if not isinstance(column, Tensor | Packed)]
+                hint = "".join(
+                    f"; column {key!r} is a list of Python values: let the call that makes it return a "
+                    "tensor or an array of numpy" for key in lists[:1])
+            raise UserError(f"call {call.name!r} raised {described(error)}{hint}") from error
+
+    def _other_dtypes(self, rows: Batch) -> str:
+        """Return, in words, which columns have floating-point numbers of another dtype than the module."""
+        floats = {key: column for key, column in rows.fields.items()
+                  if isinstance(column, Tensor) and column.is_floating_point()}
+        others = [key for key, column in floats.items() if column.dtype != self.flat.dtype]
+        if not others:
+            return ""
+        dtypes = (self.flat.dtype, floats[others[0]].dtype)
+        mine, theirs = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return (
+            f"; column {others[0]!r} is {theirs} and the module {mine}: convert the column, or set "
+            f"ModuleRole(dtype={theirs!r})")
 
     def _compute_grads(
         self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report,
         beside: Mapping[str, Engine],
     ) -> Metrics | None:
-        work = call.work_as(TrainFunction)
         weights = _weights(call, batch, self.flat.device)
         mine = {"rows": float(len(batch)), "weight": float(weights.sum())}
         totals = self._summed(mine)
@@ -226,24 +256,49 @@ class ModuleEngine(Engine):
             if not rows.ids:
                 continue
             report(f"micro-batch {i + 1}")
-            with self._random(call, step, i):
-                returned = self._call(call, work.function, rows, beside)
-            is_pair = isinstance(returned, tuple) and len(returned) == 2
-            losses, metrics = returned if is_pair else (returned, {})
-            _check_metrics(metrics, call.name)
+            losses, metrics = self._losses(call, rows, step=step, number=i, beside=beside)
             shares = _weights(call, rows, self.flat.device) / totals["weight"]
-            loss = (_per_row(losses, "the losses", call.name, len(rows)) * shares).sum()
-            if not loss.requires_grad:
-                raise UserError(
-                    f"call {call.name!r}: the losses depend on no parameter of {call.role} that is trained")
+            loss = (losses * shares).sum()
             loss.backward()
             values = {"loss": loss.detach()}
             for name, value in metrics.items():
-                of_rows = _per_row(value, f"metric {name!r}", call.name, len(rows)).detach()
+                of_rows = value.detach()
                 values[name] = of_rows.max() if name.endswith("/max") else (of_rows * shares).sum()
             parts.append(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
         self._model.average_buffers(mine["rows"] / totals["rows"])
         return self._summed(sum_metrics(parts))
+
+    def losses(
+        self, call: FunctionCall, rows: Batch, *, step: int, number: int, beside: Mapping[str, Engine]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the losses and metrics of rows in an optimizer step, which has random numbers of its own.
+
+        Raises UserError if the function returns something else.
+        """
+        fields = {**rows.fields, **self._noise(call, rows, step)}
+        rows = Batch(rows.ids, fields).to(self.flat.device)
+        return self._losses(call, rows, step=step, number=number, beside=beside)
+
+    def _losses(
+        self, call: FunctionCall, rows: Batch, *, step: int, number: int, beside: Mapping[str, Engine]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        with self._random(call, step, number):
+            returned = self._call(call, call.work_as(TrainFunction).function, rows, beside)
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        losses, metrics = returned if is_pair else (returned, {})
+        if isinstance(losses, Tensor) and not losses.is_floating_point():
+            raise UserError(
+                f"call {call.name!r}: the losses must be floating-point numbers, and {named_function(call)} "
+                f"returned {str(losses.dtype).removeprefix('torch.')}")
+        losses = _per_row(losses, "the losses", call, len(rows))
+        _check_metrics(metrics, call.name)
+        metrics = {
+            name: _per_row(value, f"metric {name!r}", call, len(rows)) for name, value in metrics.items()}
+        if not losses.requires_grad:
+            raise UserError(
+                f"call {call.name!r}: the losses depend on no parameter of {call.role} that is trained: "
+                f"{named_function(call)} returned them without gradients (after detach, no_grad or numpy?)")
+        return losses, metrics
 
     def _summed(self, metrics: Metrics) -> Metrics:
         """Return the sums of metrics over the replicas."""
@@ -253,7 +308,8 @@ class ModuleEngine(Engine):
     def _noise(self, call: FunctionCall, batch: Batch, step: int) -> dict[str, Tensor]:
         """Return the columns of noise for an optimizer step."""
         columns = {}
-        for key, shape in call.work_as(TrainFunction).noise.items():
+        noise: Mapping[str, tuple[int, ...]] = getattr(call.work, "noise", {})
+        for key, shape in noise.items():
             size = int(np.prod(shape, dtype=int))
             ids = np.repeat(np.array(batch.ids, np.int64), size)
             places = np.tile(step * size + np.arange(size), len(batch))
@@ -309,24 +365,53 @@ def _weights(call: FunctionCall, rows: Batch, device: torch.device) -> Tensor:
     key = call.work_as(TrainFunction).weights
     if key is None:
         return torch.ones(len(rows), dtype=torch.float64, device=device)
-    return _per_row(rows[key], f"column {key!r}", call.name, len(rows)).double()
+    column = rows[key]
+    shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
+    if shape != (len(rows),):
+        raise UserError(
+            f"call {call.name!r}: column {key!r}, its weights, must be a tensor with one number "
+            f"for each row, of shape ({len(rows)},), and is {shape}")
+    return column.double()
 
 
-def _per_row(values: Any, what: str, call: str, count: int) -> Tensor:
+def named_function(call: FunctionCall) -> str:
+    """Return the name of the function of a call, and where it is written."""
+    function: Any = getattr(call.work, "function", None)
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    if code is None:  # It may be an object that can be called.
+        code = getattr(type(function).__call__, "__code__", None)
+    return f"{name}()" if code is None else f"{name}() ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _raised_by_batch(error: Exception) -> bool:
+    """Return whether the exception says that a batch has no such column, and not some dict of the user's."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    is_there = last is not None and last.tb_frame.f_code is Batch.__getitem__.__code__
+    return isinstance(error, KeyError) and is_there
+
+
+def _per_row(values: Any, what: str, call: FunctionCall, count: int) -> Tensor:
     """Return a tensor with one number for each row. Raises UserError if it has another shape."""
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape != (count,):
+        returned = f"a tensor of shape {shape}" if isinstance(values, Tensor) else shape
         raise UserError(
-            f"call {call!r}: {what} must be a tensor with one number for each row, of shape ({count},), and "
-            f"is {shape}")
+            f"call {call.name!r}: {what} must be a tensor with one number for each row, of shape ({count},), "
+            f"and {named_function(call)} returned {returned}")
     return values
 
 
-def _column(values: Any, key: str, call: str, count: int) -> Any:
+def _column(values: Any, key: str, call: FunctionCall, count: int) -> Any:
     """Return an output column. Raises UserError unless it has one entry for each row."""
     if not isinstance(values, Tensor | Packed) or not getattr(values, "shape", True) or len(values) != count:
-        has = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        is_tensor = isinstance(values, Tensor)
+        has = f"a tensor of shape {tuple(values.shape)}" if is_tensor else type(values).__name__
         raise UserError(
-            f"call {call!r}: column {key!r} must be a tensor with one entry for each of the {count} rows, "
-            f"and is {has}")
+            f"call {call.name!r}: column {key!r} must be a tensor with one entry for each of the {count} "
+            f"rows, and {named_function(call)} returned {has}")
     return values

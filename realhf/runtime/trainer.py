@@ -41,6 +41,7 @@ from realhf.runtime.execute.meters import (
     largest_of_processes,
     peaks_by_call,
 )
+from realhf.runtime.execute.module_trial import try_functions
 from realhf.runtime.hooks import Hooks, Wishes, push_to_hub
 from realhf.runtime.journal import Journal
 from realhf.runtime.records.about import ABOUT, PROFILES, about_run, clocks_ahead
@@ -191,6 +192,7 @@ class RunData:
             warnings += changed_sources(saved.sources, self.sources)
         held_out = {name: tokenized(loader) for name, loader in self.held_out.loaders.items()}
         warnings += warnings_of(program, tokenized(self.loader), held_out)
+        warnings += try_functions(program, plays=False)
         return [*warnings, *_slow_dtypes(program.roles, self._device)]
 
 

@@ -59,11 +59,19 @@ class PartExecutor(Protocol):
 
 
 class SampleLedger:
-    """The samples that a step program may still use, by the numbers of their prompts; equal on all ranks."""
+    """The samples that a step program may still use, by the numbers of their prompts; equal on all ranks.
+
+    The end of a step takes time for the samples that nothing holds, and none for those that wait in pools.
+    """
 
     def __init__(self, parts: Collection[str]) -> None:
         self._usable_until: dict[int, int] = {}
-        """Prompt -> the last step that may use its samples, unless a pool has them."""
+        """Prompt -> the last step that may use its samples, unless they are held."""
+        self._num_holders: dict[int, int] = {}
+        """Prompt -> how many pools, and unfinished batches, hold its samples; those that nothing holds are
+        left out."""
+        self._not_held: dict[int, None] = {}
+        """The prompts that nothing holds, as a set in a fixed order."""
         self._updates_before: dict[int, int] = {}
         """Prompt -> how many updates the generating role had had when the prompt's generation began."""
         self._done: dict[str, set[int]] = {part: set() for part in parts}
@@ -72,6 +80,21 @@ class SampleLedger:
     def begin(self, prompts: Collection[int], *, until: int) -> None:
         """Add samples that may be used up to a step."""
         self._usable_until |= dict.fromkeys(prompts, until)
+        self._not_held |= dict.fromkeys(prompts)
+
+    def hold(self, prompts: Collection[int]) -> None:
+        """Let samples be used until they are released as often as they are held."""
+        for prompt in prompts:
+            self._num_holders[prompt] = self._num_holders.get(prompt, 0) + 1
+            self._not_held.pop(prompt, None)
+
+    def release(self, prompts: Collection[int]) -> None:
+        """Take back a `hold`."""
+        for prompt in prompts:
+            self._num_holders[prompt] -= 1
+            if not self._num_holders[prompt]:
+                del self._num_holders[prompt]
+                self._not_held[prompt] = None
 
     def prolong(self, prompts: Collection[int], *, until: int) -> None:
         """Let samples be used at least up to a step."""
@@ -85,8 +108,9 @@ class SampleLedger:
                 f"step() uses prompt {gone[0]} in step {step}, "
                 "which was not handed out, or its samples were forgotten")
 
-    def has_all(self, prompts: Collection[int]) -> bool:
-        return self._usable_until.keys() >= set(prompts)
+    def outlive(self, prompts: Collection[int], *, step: int) -> bool:
+        """Return whether all of these samples may be used after a step, even if nothing holds them."""
+        return all(self._usable_until.get(prompt, step) > step for prompt in prompts)
 
     def start(self, prompts: Collection[int], *, updates: int) -> None:
         """Note that the generation of these prompts begins, after so many updates of the generating role."""
@@ -108,10 +132,11 @@ class SampleLedger:
         """Return the prompts on which a part has not run to its end."""
         return set(prompts) - self._done[part]
 
-    def forget(self, *, step: int, in_use: Collection[int]) -> list[int]:
+    def forget(self, *, step: int) -> list[int]:
         """Remove the samples that no later step may use, and return their prompts."""
-        gone = [p for p, last in self._usable_until.items() if last <= step and p not in in_use]
+        gone = [prompt for prompt in self._not_held if self._usable_until[prompt] <= step]
         for prompt in gone:
+            del self._not_held[prompt]
             del self._usable_until[prompt]
             self._updates_before.pop(prompt, None)
             for done in self._done.values():
@@ -127,13 +152,16 @@ class SampleLedger:
 
     def restore(self, saved: Mapping[str, Json]) -> None:
         self._usable_until = {prompt: last for prompt, last in saved["kept_until"]}
+        self._not_held = dict.fromkeys(self._usable_until)
+        self._num_holders = {}
         self._updates_before = {prompt: updates for prompt, updates in saved["updates_before"]}
         self._done = {part: set(saved["done"].get(part, ())) for part in self._done}
 
 
 def named(prompts: Sequence[int]) -> str:
     """Return prompts in words, such as "prompts 0 to 31"."""
-    if len(prompts) > 2 and list(prompts) == list(range(prompts[0], prompts[-1] + 1)):
+    count = len(prompts)
+    if count > 2 and prompts[-1] - prompts[0] == count - 1 and list(prompts) == sorted(set(prompts)):
         return f"prompts {prompts[0]} to {prompts[-1]}"
     return f"{'prompt' if len(prompts) == 1 else 'prompts'} {', '.join(map(str, prompts)) or '(none)'}"
 
@@ -171,6 +199,8 @@ class Pool:
     def __init__(self, owner: PoolOwner, name: str, *, keeps: bool) -> None:
         self.keeps = keeps
         self.prompts: list[int] = []
+        self._present: set[int] = set()
+        """The same prompts as `prompts`, to be looked up."""
         self._owner = owner
         self._name = name
 
@@ -186,9 +216,15 @@ class Pool:
         self._owner.ledger.require(added, step=self._owner.number)
         if where is not None and added:
             added = self._owner.passed_by(where, added, self._name)
-        present = set(self.prompts)
-        self.prompts += [prompt for prompt in added if prompt not in present]
+        self.hold(added)
         self._owner.count_operation(f"pool {self._name} adds {named(added)}")
+
+    def hold(self, prompts: Collection[int]) -> None:
+        """Put in the prompts that are not there. Only this class, and a resumed step runner, call this."""
+        new = [prompt for prompt in prompts if prompt not in self._present]
+        self.prompts += new
+        self._present.update(new)
+        self._owner.ledger.hold(new)
 
     def take(self, n: int, *, order: Literal["oldest", "random"] = "oldest") -> Samples | None:
         """Return `n` prompts with their samples, or all if there are fewer; None if there are none.
@@ -208,18 +244,41 @@ class Pool:
         self._owner.count_operation(f"pool {self._name} gives {named(chosen)}")
         self._owner.log(f"pool/{self._name}/missing", n - len(chosen))
         if not self.keeps:
-            self._remove(set(chosen))
+            self._remove(chosen)
         return Samples(tuple(sorted(chosen))) if chosen else None
 
-    def drop(self, *, max_age: int) -> int:
-        """Remove samples whose generation began more than `max_age` updates ago; return how many prompts."""
-        now = self._owner.generator_updates
-        old = {prompt for prompt in self.prompts if self._owner.ledger.age(prompt, updates=now) > max_age}
-        self._remove(old)
+    def drop(self, *, max_age: int | None = None, max_size: int | None = None) -> int:
+        """Remove samples, and return how many prompts that were.
+
+        With `max_age` these are samples whose generation began more than so many updates ago. With `max_size`
+        the pool then has at most so many prompts: those that came first are removed.
+        """
+        where = f"run.pool({self._name!r}).drop"
+        if max_age is None and max_size is None:
+            raise UserError(f"{where}(): give max_age, in updates, or max_size, in prompts")
+        if max_size is not None and max_size < 1:
+            raise UserError(f"{where}(max_size={max_size}): the number must be at least 1")
+        old: list[int] = []
+        if max_age is not None:
+            now = self._owner.generator_updates
+            ledger = self._owner.ledger
+            old = [prompt for prompt in self.prompts if ledger.age(prompt, updates=now) > max_age]
+            self._remove(old)
+        if max_size is not None:
+            first = self.prompts[: max(0, len(self.prompts) - max_size)]
+            self._remove(first)
+            old += first
         self._owner.count_operation(f"pool {self._name} drops {named(sorted(old))}")
         return len(old)
 
-    def _remove(self, prompts: set[int]) -> None:
+    def _remove(self, prompts: Sequence[int]) -> None:
         """Remove prompts from the pool. Later operations of the step may still use their samples."""
-        self.prompts = [prompt for prompt in self.prompts if prompt not in prompts]
+        if not prompts:
+            return
+        self._present.difference_update(prompts)
+        if self.prompts[: len(prompts)] == list(prompts):
+            del self.prompts[: len(prompts)]
+        else:
+            self.prompts = [prompt for prompt in self.prompts if prompt in self._present]
+        self._owner.ledger.release(prompts)
         self._owner.ledger.prolong(prompts, until=self._owner.number)

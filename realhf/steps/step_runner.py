@@ -225,10 +225,9 @@ class StepRunner:
         if self._sent:
             part = next(iter(self._sent))
             raise UserError(f"step() has called run.send({part!r}) and then not run({part!r})")
-        in_use = {prompt for pool in self._pools.values() for prompt in pool.prompts}
-        in_use.update(*(batch.prompts for batch in self._unfinished))
-        self._executor.forget(self._ledger.forget(step=self.number, in_use=in_use))
-        self._batches = {i: b for i, b in self._batches.items() if self._ledger.has_all(b)}
+        self._executor.forget(self._ledger.forget(step=self.number))
+        self._batches = {
+            i: batch for i, batch in self._batches.items() if self._ledger.outlive(batch, step=self.number)}
         self._last_runs.clear()
         state = self._state_as_json()
         shown = state if len(state) <= _MAX_SHOWN else f"{state[:_MAX_SHOWN]}... {_digest(state)}"
@@ -295,7 +294,9 @@ class StepRunner:
         self._ledger.restore(saved["ledger"])
         self._updates |= saved["updates"]
         for name, (keeps, prompts) in saved["pools"].items():
-            self.pool(name, keeps=keeps).prompts[:] = prompts
+            self.pool(name, keeps=keeps).hold(prompts)
+        for unfinished in self._unfinished:
+            self._ledger.hold(unfinished.prompts)
 
     def count_operation(self, text: str) -> None:
         """Count an operation, and extend the digest by it. Only pools and this class call this."""
@@ -309,13 +310,16 @@ class StepRunner:
             raise UserError(f"step() runs part {part!r} on prompt {min(again)}, which is unfinished")
         self._ledger.repeat(part, prompts)
         self._unfinished.append(_UnfinishedBatch(prompts, 0))
+        self._ledger.hold(prompts)
 
     def _finish_round(self) -> tuple[int, ...]:
         """Count a round of all unfinished batches; return the one that is complete."""
         self._unfinished = [_UnfinishedBatch(prompts, rounds + 1) for prompts, rounds in self._unfinished]
         if self._unfinished[0].rounds < self._num_rounds:
             return ()
-        return self._unfinished.pop(0).prompts
+        complete = self._unfinished.pop(0).prompts
+        self._ledger.release(complete)
+        return complete
 
     def _parts_after(self, part: str) -> set[str]:
         """Return the parts that need outputs of a part, directly or through others."""

@@ -1,11 +1,12 @@
 """The counts of `realhf check`, against the routing of samples and against a run."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 
+from realhf import ArrayDataset
 from realhf.calls import learning_rate
 from realhf.cli.check import derived_counts, sentences, uneven_splits
 from realhf.cli.main import main
@@ -13,9 +14,11 @@ from realhf.distributed.world import World
 from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
+from realhf.runtime.compile import step_trial
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.samples.exchange import Routing, assign
 from realhf.runtime.trainer import Trainer
+from tests.control.modules import ADAM, Regression, data
 from tests.runtime.tiny import make_experiment, role, write_task
 
 
@@ -109,3 +112,37 @@ def test_check_prints_the_counts_and_writes_them_as_json(task, tmp_path, capsys)
     assert "parts: rollout (actor_generate); score (" in out
     assert main(["check", str(file), "--batch-size", "5", "--minibatches", "2"]) == 0
     assert "5 prompts do not divide by 2 mini-batches, which have 8 or 12 samples" in capsys.readouterr().err
+
+
+@dataclass
+class Replayed(Regression):
+    """Trains on a replay buffer: eight times in each step, after two steps that only fill it."""
+
+    def step(self, run):
+        pool = run.pool("replay", keeps=True)
+        pool.add(run.prompts(self.batch_size))
+        for _ in range(8 if run.number >= 2 else 0):
+            run("step", pool.take(5, order="random"))
+
+
+@pytest.mark.parametrize("most", [20_000, 150])
+def test_a_step_program_is_counted_by_trying_it(monkeypatch, most):
+    monkeypatch.setattr(step_trial, "_MAX_COUNTED", most)
+    optimizer = replace(ADAM, schedule="linear")
+    experiment = Replayed(
+        settings={"optimizer": optimizer}, dataset=ArrayDataset(data()), batch_size=12, steps=30)
+    program = compile_program(experiment, None, world_size=1)
+    counts = derived_counts(program, num_rows=60)
+    if most == 150:  # Too long to be tried to its end.
+        assert "about" in "\n".join(sentences(counts))
+        assert 28 * 8 * 4 * 0.9 < counts["roles"]["net"]["optimizer_steps"] <= 30 * 8 * 4
+        return
+    work = experiment.work
+    expected = 28 * 8 * work.minibatches * work.epochs
+    assert counts["calls"]["net_train"]["samples"] == 5
+    assert counts["roles"]["net"]["optimizer_steps"] == program.roles["net"].optimizer.total_steps == expected
+    metrics = Trainer(program, World(), quiet=True).run().metrics
+    last = learning_rate(program.roles["net"].optimizer, expected - 1)
+    assert counts["roles"]["net"]["lr_end"] == last and 0 < last < 0.01 * ADAM.lr
+    assert metrics[-1]["net/lr"] == pytest.approx(
+        sum(learning_rate(program.roles["net"].optimizer, expected - 1 - i) for i in range(32)) / 32)

@@ -128,7 +128,8 @@ def test_a_script_of_grpo_has_the_values_of_trls_config(task, tmp_path, settings
     assert loss.ratio == {"token": "token", "sequence": "sequence_mean"}[theirs.importance_sampling_level]
     assert [(reward.weight, reward.function) for reward in ours.reward_function[1:]][0][0] == 0.5
     assert ours.reward_function[0](completions=["1a2", "b"]) == [2.0, 0.0]
-    optimizer = resolved_roles(ours, ours.roles(), ours.graph())["actor"].optimizer
+    runs = dict.fromkeys((call.name for call in ours.graph().calls), ours.steps)
+    optimizer = resolved_roles(ours.roles(), ours.graph(), runs)["actor"].optimizer
     assert (optimizer.betas, optimizer.eps) == ((theirs.adam_beta1, theirs.adam_beta2), theirs.adam_epsilon)
     assert (optimizer.weight_decay, optimizer.max_grad_norm) == (theirs.weight_decay, theirs.max_grad_norm)
     rates = [learning_rate(optimizer, step) for step in range(theirs.max_steps)]

@@ -63,7 +63,7 @@ def expected_rows(producer, versions, keys=None):
 
 def contents(store, producer):
     """Return all rows of a producer."""
-    ids = {i for batch in store.complete.get(producer, []) for i in batch.ids}
+    ids = {i for chunk in store.complete.get(producer, []) for i in chunk.rows().ids}
     return rows_of(store.select(producer, COLUMNS[producer], ids))
 
 

@@ -199,7 +199,8 @@ def _check_call(
     if call.kind == "train_step" and role.optimizer is None:
         raise ValueError(
             f"call {call.name!r} trains the role {call.role!r}, which has no optimizer: "
-            "give it one, Role(..., optimizer=OptimizerConfig())")
+            "give it one, " + ("Role(..., optimizer=OptimizerConfig())" if role.is_language_model else
+                               "ModuleRole(..., optimizer=OptimizerConfig(lr=1e-3)), for example"))
     _check_module_work(call, roles)
     if role.engine != "native" and isinstance(work, TrainStep) and work.has_router_losses:
         raise ValueError(
@@ -281,7 +282,8 @@ def _check_model(name: str, role: Role) -> None:
         if role.optimizer is not None:
             spec.config.to_hf()  # Raises if the trained model could not be exported.
     except ValueError as error:
-        raise ValueError(f"{name}.model: {error}") from error
+        field = "model" if role.is_language_model else "module"
+        raise ValueError(f"{name}.{field}: {error}") from error
     if not role.is_language_model:
         _check_export(name, role)
         return
@@ -487,6 +489,10 @@ def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[d
         if isinstance(config, ArrayDataset):
             config.check_keys(graph.inputs)
             return []
+        if name == "dataset" and config.parts == (config,) and not config.path:
+            raise ValueError(
+                "dataset is not given: it must be a file or rows, DatasetConfig(...), or for modules "
+                "ArrayDataset(...)")
         if name != "dataset" and len(config.parts) > 1:
             raise ValueError("dataset is a mixture: held-out rows are of one DatasetConfig")
         return load_rows(config, graph.inputs, row_faults=row_faults_of(graph))

@@ -31,6 +31,7 @@ from realhf.runtime.compile.eval_program import (
     evaluation_homes,
     legal_names,
 )
+from realhf.runtime.compile.step_trial import PartCount, count_parts
 
 
 def described(experiment: Experiment) -> dict[str, Any]:
@@ -89,6 +90,14 @@ class Program:
     """What the planner predicts of a step, as JSON: its seconds and those of its calls, and its timeline; or
     why it predicts nothing (`missing`). Only rank 0 has it."""
 
+    counts: Mapping[str, PartCount] = field(default_factory=dict)
+    """How often each part of a step runs in the whole run; empty without training."""
+
+    @property
+    def num_runs(self) -> dict[str, int]:
+        """How often each call of a step runs in the whole run."""
+        return _runs_of_calls(self.experiment, self.graph, self.counts)
+
     @property
     def actions(self) -> tuple[Action, ...]:
         """The actions of all parts, and then those of the evaluations."""
@@ -101,6 +110,12 @@ class Program:
         specs = parameter_specs(self.roles)
         with_adapters = (name for name, role in self.roles.items() if role.lora is not None)
         return {name: (specs[adapters_of(name)].numel, specs[name].numel) for name in with_adapters}
+
+
+def _runs_of_calls(
+    experiment: Experiment, graph: DataflowGraph, counts: Mapping[str, PartCount]
+) -> dict[str, int]:
+    return {call: counts[part].runs for part, calls in experiment.parts(graph).items() for call in calls}
 
 
 def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
@@ -123,7 +138,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     homes = home_layouts(graph, plan, roles)
     offloaded = _offloaded_roles(graph, plan)
     checks.check_roles(roles)
-    roles = resolved_roles(experiment, roles, graph)
+    counts = count_parts(experiment, graph)
+    roles = resolved_roles(roles, graph, _runs_of_calls(experiment, graph, counts))
     checks.check_plan(graph, plan, roles, offloaded)
     checks.check_rows(experiment.dataset, "dataset", graph)
     datasets = {"dataset": (experiment.dataset, graph)}
@@ -134,7 +150,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     parts = compile_parts(
         graph, plan, roles, homes, parameter_specs(roles), experiment.parts(graph),
         in_rounds=experiment.num_rounds > 1)
-    program = Program(experiment, roles, graph, plan, homes, world_size, offloaded, parts)
+    program = Program(
+        experiment, roles, graph, plan, homes, world_size, offloaded, parts, counts=counts)
     return with_evaluations(program, eval_sets)
 
 
@@ -160,7 +177,7 @@ def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, wo
         raise ValueError(f"calls.{unknown[0]}: the evaluation has no such call; its calls are {there_are}")
     homes = evaluation_homes(eval_sets, plan)
     checks.check_roles(roles)
-    roles = resolved_roles(experiment, roles, eval_sets[0].graph)
+    roles = resolved_roles(roles, eval_sets[0].graph, {})
     checks.check_data(experiment, roles, _datasets(eval_sets))
     offloaded = frozenset[str]().union(*(_offloaded_roles(eval_set.graph, plan) for eval_set in eval_sets))
     program = Program(experiment, roles, eval_sets[0].graph, plan, homes, world_size, offloaded, {})

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +82,55 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     return operations
 
 
+@dataclass(frozen=True)
+class PartCount:
+    """How often a part runs on new prompts in a whole run, and on how many."""
+
+    runs: int
+    fewest_prompts: int
+    most_prompts: int
+    is_exact: bool = True
+    """False if the program is too long to be tried to its end, so that the rest is as its last steps are."""
+
+
+def count_parts(experiment: Experiment, graph: DataflowGraph) -> dict[str, PartCount]:
+    """Return the counts of each part, if filters let all samples pass, and if `agree` returns examples.
+
+    Raises ValueError if the step program fails.
+    """
+    steps = experiment.steps + experiment.max_lag
+    if not experiment.has_own_program:
+        size = experiment.batch_size
+        return {part: PartCount(experiment.steps, size, size) for part in experiment.parts(graph)}
+    _check_signature(experiment)
+    checked_parts(experiment, graph)
+    executor = _DryExecutor(graph, passes=True)
+    runner = experiment.step_runner(graph, executor)
+    left = _MAX_COUNTED
+    tried: list[Mapping[str, Sequence[int]]] = []
+    """The numbers of prompts of each part's runs, step by step."""
+    while len(tried) < steps and left > 0:
+        executor.num_left = _MAX_OPERATIONS
+        executor.sizes.clear()
+        with time_limit(_MAX_SECONDS, _endless), runner.one_step():
+            experiment.step(runner)
+        left -= _MAX_OPERATIONS - executor.num_left
+        tried.append({part: tuple(sizes) for part, sizes in executor.sizes.items()})
+    rest = steps - len(tried)
+    last = tried[-max(1, len(tried) // 4) :]
+    counts = {}
+    for part in experiment.parts(graph):
+        sizes = [size for of_step in tried for size in of_step.get(part, ())]
+        more = sum(len(of_step.get(part, ())) for of_step in last) * rest / len(last)
+        counts[part] = PartCount(
+            len(sizes) + round(more), min(sizes, default=0), max(sizes, default=0), is_exact=not rest)
+    return counts
+
+
+_MAX_COUNTED = 20_000
+"""Operations after which the rest of a step program is no longer tried, but counted like its last steps."""
+
+
 def growing_pools(experiment: Experiment, graph: DataflowGraph) -> Iterator[str]:
     """Yield a sentence for each pool that gets more samples in every step than are taken out of it.
 
@@ -130,6 +180,8 @@ class _DryExecutor:
 
     def __init__(self, graph: DataflowGraph, *, passes: bool) -> None:
         self.operations: list[str] = []
+        self.sizes: dict[str, list[int]] = {}
+        """Part -> the number of prompts of each of its runs that has new ones."""
         self.num_left = 0
         self.has_filtered = False
         self._graph = graph
@@ -141,6 +193,8 @@ class _DryExecutor:
         updates: Mapping[str, int], state: Mapping[str, Any],
     ) -> None:
         self._prompts[operation] = prompts
+        if prompts:
+            self.sizes.setdefault(part, []).append(len(prompts))
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
         """Send nothing, as there are no samples."""

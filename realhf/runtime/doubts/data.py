@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, START_IDS, column_of, reads_pairs
+from realhf.data.dataset import DATASET_ROW, LOADER_KEYS, START_IDS, ArrayDataset, column_of, reads_pairs
 from realhf.data.light_tokenizer import normalized, unknown_token_id
 from realhf.data.tokenized import Compared, TokenizedDataset, TokenizedRows
 from realhf.graph import DataflowGraph
@@ -32,6 +32,24 @@ def named_parts(name: str, rows: TokenizedDataset | None) -> list[tuple[str, Tok
     """Return the rows of each part of a data set, with its name for messages."""
     parts = () if rows is None else rows.parts
     return [(name if len(parts) == 1 else f"{name}.parts[{i}]", part) for i, part in enumerate(parts)]
+
+
+def odd_arrays(program: Program) -> Iterator[str]:
+    """Yield warnings about rows of numbers: values that are no numbers, and batches larger than the rows."""
+    experiment = program.experiment
+    sets = [("dataset", experiment.dataset)]
+    sets += [(eval_set.field, eval_set.evaluation.dataset) for eval_set in program.evaluations]
+    for name, config in sets:
+        if isinstance(config, ArrayDataset) and config.path:
+            for key, (count, first) in config.not_finite().items():
+                yield (
+                    f"{name}: column {key!r} has NaN or infinite values in {count} of {config.count()} rows, "
+                    f"first in row {first}")
+    config = experiment.dataset
+    if isinstance(config, ArrayDataset) and config.path and experiment.batch_size > config.count():
+        yield (
+            f"batch_size is {experiment.batch_size}, and the dataset has {config.count()} rows: each row is "
+            f"about {experiment.batch_size / config.count():.3g} times in a batch")
 
 
 def _read_columns(rows: TokenizedRows) -> list[str]:

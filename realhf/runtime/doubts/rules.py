@@ -26,7 +26,8 @@ ABOUT_PROGRAMS: tuple[Callable[[Program], Warnings], ...] = (
     held_out.unevaluated, training.unclear_rollouts, sampling.off_policy, rewards.faulty_rewards,
     sampling.written_escapes, sampling.unlike_training)
 WITHOUT_LANGUAGE_MODELS: tuple[Callable[[Program], Warnings], ...] = (
-    training.idle_ranks, training.of_the_algorithm, training.unchanged_graph, training.filling_pools)
+    training.idle_ranks, training.of_the_algorithm, training.unchanged_graph, training.filling_pools,
+    data.odd_arrays)
 """Of the rules about programs, those that count without language models, too."""
 ABOUT_TEMPLATES: tuple[Callable[[Program], Warnings], ...] = (chats.two_templates, chats.other_templates)
 """They count if rows are chats."""

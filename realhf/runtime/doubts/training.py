@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from realhf.calls import Loss, OptimizerConfig, TrainStep, default_rates, response_keys
 from realhf.data.tokenized import TokenizedDataset
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Experiment, Role, optimizer_steps
 from realhf.runtime.compile.actions import spec_of
 from realhf.runtime.compile.program import Program, leaves, to_json
 from realhf.runtime.compile.step_trial import growing_pools
@@ -37,7 +37,7 @@ def unusual_training(program: Program) -> Iterator[str]:
         trains = program.graph.works(TrainStep, role=name)
         if role.optimizer is not None and trains:
             yield from _unusual_rate(name, role, role.optimizer, trains[0].loss)
-            num_steps = program.experiment.steps * sum(work.optimizer_steps for work in trains)
+            num_steps = optimizer_steps(program.graph, name, program.num_runs)
             yield from _unusual_optimizer(f"{name}.optimizer", role.optimizer, num_steps)
     if getattr(program.experiment, "ref", None) is not None and "ref" not in program.roles:
         has_kl = hasattr(getattr(program.experiment, "loss", None), "kl_coef")

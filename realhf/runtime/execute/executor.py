@@ -41,6 +41,7 @@ from realhf.runtime.samples.digests import DigestTaker
 from realhf.runtime.samples.exchange import Exchange, Routing, Source
 from realhf.runtime.samples.rollout_collector import RolloutCollector
 from realhf.runtime.samples.sample_store import SampleStore
+from realhf.runtime.weights.engine_store import OffloadedWeights
 from realhf.runtime.weights.model_store import ModelStore
 from realhf.runtime.weights.reallocations import Arrivals
 
@@ -502,14 +503,23 @@ class Executor:
 
     @contextmanager
     def _weights(self, action: Run) -> Iterator[None]:
-        """Keep the call's weights on the device while it runs, if they are offloaded."""
+        """Keep the call's weights on the device while it runs, and those that it reads, if offloaded."""
+        engines = self._models.engines
         assert action.call.role is not None
-        weights = self._models.engines.offloaded((action.call.role, action.layout))
-        if weights is None:
-            yield
-            return
+        weights = engines.offloaded((action.call.role, action.layout))
+        with engines.in_use(*((role, action.layout) for role in action.call.reads)):
+            if weights is None:
+                yield
+            else:
+                with self._loaded(action, weights):
+                    yield
+
+    @contextmanager
+    def _loaded(self, action: Run, weights: OffloadedWeights) -> Iterator[None]:
+        """Load offloaded weights, release them after use, and record the times."""
         rank = self._world.rank
         role = action.call.role
+        assert role is not None
         with self._record.timed(
             rank=rank, name=role, kind="offload", what="load", bytes=weights.num_bytes
         ):

@@ -9,11 +9,55 @@ from realhf.data.order import prompt_of
 from realhf.layout import Layout, even_split
 
 
+class _Chunk:
+    """Samples of one call: a batch that does not change, and the places in it of those not yet forgotten.
+
+    So what it costs to select or forget samples depends on their number alone, however many there are.
+    """
+
+    def __init__(self, batch: Batch, places: Mapping[int, int] | None = None) -> None:
+        """Take a batch and the place of each sample that is left; None: all are."""
+        self._batch = batch
+        self._places = dict(zip(batch.ids, range(len(batch)), strict=True) if places is None else places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def copied(self) -> "_Chunk":
+        """Return a chunk of the same samples, which later changes of this one leave as it is."""
+        return _Chunk(self._batch, self._places)
+
+    def rows(self) -> Batch:
+        """Return the samples that are left."""
+        is_whole = len(self._places) == len(self._batch)
+        return self._batch if is_whole else self._batch.select(list(self._places.values()))
+
+    def select(self, keys: Sequence[str], ids: Collection[int]) -> Batch:
+        """Return these columns of the samples `ids` that are here."""
+        picked = self._batch.pick(keys) if self._batch.fields else self._batch
+        places = [self._places[sample] for sample in self._known(ids)]
+        return picked if len(places) == len(self._batch) else picked.select(places)
+
+    def forget(self, ids: Collection[int]) -> None:
+        """Forget the samples `ids`; free their memory once that is at least half of the chunk's."""
+        for sample in self._known(ids):
+            del self._places[sample]
+        if 2 * len(self._places) <= len(self._batch) > 0:
+            self._batch = self.rows()
+            self._places = dict(zip(self._batch.ids, range(len(self._batch)), strict=True))
+
+    def _known(self, ids: Collection[int]) -> list[int]:
+        """Return the samples `ids` that are here."""
+        if len(ids) <= len(self._places):
+            return [sample for sample in ids if sample in self._places]
+        return [sample for sample in self._places if sample in ids]
+
+
 class SampleStore:
     """The outputs of calls on this rank: `complete` ones, and samples that are `unfinished` after a round."""
 
     def __init__(self) -> None:
-        self.complete: dict[str, list[Batch]] = {}
+        self.complete: dict[str, list[_Chunk]] = {}
         self.unfinished: dict[str, Batch] = {}
         self.held_by_engine: set[str] = set()
         """The calls whose engine holds the unfinished samples, too, with its cache; other engines get them
@@ -22,7 +66,8 @@ class SampleStore:
     def copied(self) -> "SampleStore":
         """Return a store with the same samples, which later changes of this one leave as it is."""
         copy = SampleStore()
-        copy.complete = {name: list(batches) for name, batches in self.complete.items()}
+        copy.complete = {
+            name: [chunk.copied() for chunk in chunks] for name, chunks in self.complete.items()}
         copy.unfinished = dict(self.unfinished)
         return copy
 
@@ -32,10 +77,10 @@ class SampleStore:
         It includes batches without samples, because these have the types of columns.
         """
         packed = {f"unfinished/{name}": batch.pack() for name, batch in self.unfinished.items() if batch.ids}
-        if not packed and not any(batch.ids for batches in self.complete.values() for batch in batches):
+        if not packed and not any(len(chunk) for chunks in self.complete.values() for chunk in chunks):
             return b""
-        for name, batches in self.complete.items():
-            packed |= {f"complete/{name}/{i}": batch.pack() for i, batch in enumerate(batches)}
+        for name, chunks in self.complete.items():
+            packed |= {f"complete/{name}/{i}": chunk.rows().pack() for i, chunk in enumerate(chunks)}
         return save(packed)
 
     def unpack(self, data: bytes) -> None:
@@ -53,19 +98,21 @@ class SampleStore:
 
         `layouts` are the layouts of the calls, whose result ranks get equal shares of whole groups.
         """
-        for name, batches in self.complete.items():
-            self.complete[name] = [_share(Batch.concat(batches), layouts[name], rank, group_size)]
+        for name in self.complete:
+            self.complete[name] = [_Chunk(_share(self._rows_of(name), layouts[name], rank, group_size))]
         for name, batch in self.unfinished.items():
             self.unfinished[name] = _share(batch, layouts[name], rank, group_size)
 
     def put(self, producer: str, batch: Batch) -> None:
-        """Add samples that a call has completed. Each batch has more samples than the next one."""
-        filled = [samples for samples in self.complete.get(producer, []) if samples.ids]
-        if not batch.ids and filled:
-            batch = filled.pop()
-        while filled and len(filled[-1]) <= len(batch):  # Few batches, even if pools keep many samples.
-            batch = Batch.concat([filled.pop(), batch])
-        self.complete[producer] = [*filled, batch]
+        """Add samples that a call has completed. Each chunk has more samples than the next one."""
+        chunks = self.complete.get(producer, [])
+        filled = [chunk for chunk in chunks if len(chunk)]
+        if batch.ids or not filled:
+            filled.append(_Chunk(batch))
+        while len(filled) > 1 and len(filled[-2]) <= len(filled[-1]):  # Few chunks, even with large pools.
+            last = filled.pop().rows()
+            filled[-1] = _Chunk(Batch.concat([filled[-1].rows(), last]))
+        self.complete[producer] = filled
 
     def select(self, producer: str, keys: Sequence[str], ids: Collection[int]) -> Batch:
         """Return these columns of the samples `ids`, as far as they are here, in any order.
@@ -73,7 +120,8 @@ class SampleStore:
         If none of them is here, the columns are empty. If the producer never had samples here, there are no
         columns.
         """
-        return Batch.concat([_select(batch, keys, ids) for batch in self.complete.get(producer, [Batch([])])])
+        chunks = self.complete.get(producer, [])
+        return Batch.concat([chunk.select(keys, ids) for chunk in chunks] or [Batch([])])
 
     def unfinished_of(self, call: str) -> Batch:
         """Return the samples that a call has left unfinished."""
@@ -82,14 +130,20 @@ class SampleStore:
     def forget(self, ids: Collection[int], *, producers: Collection[str] | None = None) -> None:
         """Free the memory of these samples, of some calls or of all.
 
-        A batch without samples remains, because it has the types of columns.
+        A chunk without samples remains, because it has the types of columns.
         """
+        if not ids:
+            return
         for producer in self.complete if producers is None else self.complete.keys() & producers:
-            batches = self.complete[producer]
-            self.complete[producer] = []
-            for batch in batches:
-                indices = [i for i, sample in enumerate(batch.ids) if sample not in ids]
-                self.put(producer, batch if len(indices) == len(batch) else batch.select(indices))
+            chunks = self.complete[producer]
+            for chunk in chunks:
+                chunk.forget(ids)
+            filled = [chunk for chunk in chunks if len(chunk)]
+            self.complete[producer] = filled or chunks[:1]
+
+    def _rows_of(self, producer: str) -> Batch:
+        """Return all samples of a call."""
+        return Batch.concat([chunk.rows() for chunk in self.complete[producer]])
 
 
 def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
@@ -100,9 +154,3 @@ def _share(batch: Batch, layout: Layout, rank: int, group_size: int) -> Batch:
     if rank in ranks:
         mine = set(prompts[slice(*even_split(len(prompts), len(ranks), ranks.index(rank)))])
     return batch.select([i for i, sample in enumerate(batch.ids) if prompt_of(sample, group_size) in mine])
-
-
-def _select(batch: Batch, keys: Sequence[str], ids: Collection[int]) -> Batch:
-    indices = [i for i, sample in enumerate(batch.ids) if sample in ids]
-    picked = batch.pick(keys) if batch.fields else batch
-    return picked if len(indices) == len(batch) else picked.select(indices)

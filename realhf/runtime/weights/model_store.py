@@ -7,8 +7,10 @@ adapters, as a Hugging Face directory.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from realhf.calls import OPTIMIZER_STATE
@@ -22,7 +24,8 @@ from realhf.engine.optimizer import ShardedAdamW
 from realhf.errors import UserError
 from realhf.experiment import Experiment, Role
 from realhf.layout import Layout
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import ModelConfig, ModuleConfig
+from realhf.models.modules import complete_state
 from realhf.models.param_spec import ModelSpec, Placement, Region
 from realhf.realloc.execute import agreed_links
 from realhf.realloc.routes import disjoint
@@ -253,6 +256,10 @@ class WeightExporter:
         home = self.catalog.home(role)
         dtype = DTYPES[settings.weights_dtype]
         lora = self.catalog.loras[role]
+        if isinstance(config := settings.config(), ModuleConfig):
+            return CheckpointWriter(
+                self.catalog.specs[role], home, self.world, fields=fields, dtype=dtype, leader=0,
+                max_shard_bytes=sys.maxsize, complete=partial(complete_state, config))
         if lora is None or lora.export_merged:
             spec = self.catalog.specs[role]
             spec = file_spec(spec) if settings.engine == "transformers" else spec
