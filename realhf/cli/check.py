@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from realhf.calls import Generate, Training, learning_rate
+from realhf.calls import ForwardFunction, Generate, TrainFunction, Training, learning_rate
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.plan import this_machine
@@ -22,6 +22,7 @@ from realhf.layout import even_split
 from realhf.planner.memory_account import MemoryCheck, require_fit
 from realhf.planner.shard import training_bytes, weights_bytes
 from realhf.runtime.compile.actions import adapters_of, parameter_specs
+from realhf.runtime.compile.checks import language_models
 from realhf.runtime.compile.program import Program
 from realhf.user_input.units import format_bytes
 
@@ -150,6 +151,7 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
         "steps": experiment.steps,
         "prompts_per_step": experiment.batch_size,
         "samples_per_prompt": experiment.group_size,
+        "prompts_are": "prompts" if language_models(program.roles) else "rows",
         "samples_per_step": experiment.batch_size * experiment.group_size,
         "prompts": prompts,
         "rows": num_rows,
@@ -202,11 +204,14 @@ def uneven_splits(counts: dict[str, Any]) -> list[str]:
 
 def sentences(counts: dict[str, Any]) -> Iterator[str]:
     """Yield the counts in words, line by line."""
-    prompts = _number(counts["prompts_per_step"], "prompt")
+    noun = counts["prompts_are"].removesuffix("s")
+    prompts = _number(counts["prompts_per_step"], noun)
     samples = counts["samples_per_step"]
-    yield f"a step: {prompts} x {counts['samples_per_prompt']} = {samples} samples"
+    if noun == "prompt" or counts["samples_per_prompt"] > 1:
+        prompts += f" x {counts['samples_per_prompt']} = {samples} samples"
+    yield f"a step: {prompts}"
     epochs = "" if counts["epochs"] is None else f", {counts['epochs']:.3g} epochs of {counts['rows']} rows"
-    yield f"the run: {_number(counts['steps'], 'step')}, {_number(counts['prompts'], 'prompt')}{epochs}"
+    yield f"the run: {_number(counts['steps'], 'step')}, {_number(counts['prompts'], noun)}{epochs}"
     if counts["max_lag"]:
         rounds = _number(counts["rounds"], "round")
         yield f"lag: at most {_number(counts['max_lag'], 'update')}, answers in {rounds}"
@@ -248,6 +253,7 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
         counts["optimizer_steps"] = work.optimizer_steps * of_part.runs
     if call.kind in ("train_step", "forward"):
         counts["micro_batch_tokens"] = plan.micro_batch_tokens
+        counts["tokens_are"] = "rows" if isinstance(work, ForwardFunction | TrainFunction) else "tokens"
     if isinstance(work, Generate):
         counts |= {"max_rows": work.max_rows, "max_new_tokens": work.sampling.max_new_tokens}
         if isinstance(work.environment, EnvironmentTurnSourceFactory):
@@ -329,7 +335,7 @@ def _call_words(call: dict[str, Any]) -> str:
         words.append(f"{_number(call['optimizer_steps_per_run'], 'optimizer step')} per "
                      + ("step" if times == 1 else "run"))
     if "micro_batch_tokens" in call:
-        words.append(f"micro-batches of up to {call['micro_batch_tokens']} tokens")
+        words.append(f"micro-batches of up to {call['micro_batch_tokens']} {call['tokens_are']}")
     if "max_rows" in call:
         words.append(f"up to {call['max_rows']} at once on a rank")
         new = f"{call['max_new_tokens']} new tokens"

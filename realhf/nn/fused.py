@@ -32,8 +32,8 @@ _MOST_WARPS = 16
 
 
 class CachePlace(NamedTuple):
-    """Where a pass writes the keys and values of its tokens: one or two tensors of a layer, of shape (tokens
-    in the cache, heads, dim), and the cache positions of the tokens."""
+    """The place in a cache for the keys and values of a pass: one or two tensors of a layer, of shape (tokens
+    in the cache, heads, dim), and the cache positions of the pass's tokens."""
 
     memory: Tensor
     positions_T: Tensor

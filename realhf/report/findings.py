@@ -1,4 +1,4 @@
-"""What a reader should know first: sentences about rewards, waits, and what the prediction missed."""
+"""Finds what a reader of a report should know first: sentences about rewards, waits and wrong predictions."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
+from realhf.data import batch as batch_module
 from realhf.data.batch import Batch, Packed
 from realhf.layout import Layout
 from realhf.runtime.samples.sample_store import SampleStore
@@ -196,3 +197,36 @@ def test_many_samples_of_a_pool_are_in_few_batches():
         sizes = [len(batch) for batch in store.complete["generate"]]
         assert sorted(sizes, reverse=True) == sizes and len(sizes) <= 10
     assert rows_of(store.select("generate", COLUMNS["generate"], range(600))) == expected
+
+
+def test_what_is_given_costs_the_same_however_much_there_is(monkeypatch):
+    """Selecting looks at what it gives, and forgetting the oldest copies each sample few times."""
+    counted = []
+
+    def counting(column, indices):
+        counted.append(len(indices))
+        return select_of_batch(column, indices)
+
+    select_of_batch = batch_module._select
+    monkeypatch.setattr(batch_module, "_select", counting)
+    store = SampleStore()
+    size = 400
+    for first in range(0, 4 * size, 8):
+        store.put("generate/0", batch_of("generate/0", dict.fromkeys(range(first, first + 8), 0)))
+        store.forget(range(first - size, first - size + 8))
+    assert sum(counted) <= 4 * size  # Not (number of puts) x size, which would be 50 times as much.
+    counted.clear()
+    ids = range(4 * size - 30, 4 * size)
+    found = store.select("generate/0", ["tokens"], ids)
+    assert sorted(found.ids) == list(ids) and sum(counted) <= 30
+    left = range(3 * size, 4 * size)
+    assert contents(store, "generate/0") == expected_rows("generate/0", dict.fromkeys(left, 0))
+
+
+def test_a_copy_of_the_store_keeps_what_is_forgotten():
+    store = SampleStore()
+    store.put("generate", batch_of("generate", dict.fromkeys(range(10), 0)))
+    copy = store.copied()
+    store.forget([1, 2])
+    assert contents(copy, "generate") == expected_rows("generate", dict.fromkeys(range(10), 0))
+    assert len(contents(store, "generate")) == 8

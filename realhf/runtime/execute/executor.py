@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import Generate, HostFunction, Training
+from realhf.calls import Generate, HostFunction, TrainFunction, Training
 from realhf.checkpoint.hf import memory_of
 from realhf.data.batch import Batch, num_tokens_of
 from realhf.data.order import prompt_of, samples_of
@@ -102,7 +102,8 @@ def explaining(call: FunctionCall, rank: int, step: int) -> Iterator[None]:
     try:
         yield
     except FloatingPointError as error:
-        advice = f"lower {call.role}.optimizer.lr, or look for extreme rewards and data"
+        extreme = "values in its columns" if isinstance(call.work, TrainFunction) else "rewards and data"
+        advice = f"lower {call.role}.optimizer.lr, or look for extreme {extreme}"
         if call.kind != "train_step":
             advice = (
                 f"weights of {call.role} are NaN or too large, by a damaged file, by a learning rate that is "

@@ -64,6 +64,8 @@ _REWARD = re.compile("reward/(.+)/mean")
 _WITHOUT_LOSS = {"actor/loss": ("actor/pg_loss", "actor/reverse_kl")}
 """Losses that tell nothing beside one of these metrics: the value of a policy gradient's loss is 0 by
 construction in the first mini-batch, and that of a distillation is the KL."""
+_OWN_GOAL = re.compile(r"(?:.*/)?(?:return|returns|success|successes|accuracy)(?:/mean)?")
+"""Names of metrics that users log of their own, and of which they want to see how they rise."""
 _NOISE = 1e-6
 _ROWS = 12
 _WIDEST = 10_000
@@ -99,11 +101,16 @@ class Progress:
         self._score = ""
         self._may_end = not any(work.sampling.ignore_eos for work in program.graph.works(Generate))
         self._warned: set[str] = set()
+        has_texts = any(role.is_language_model for role in program.roles.values())
+        self._rows_are = "prompts" if has_texts else "rows"
+        self._tokens_are = "tokens" if has_texts else "rows"
 
     def start(self, dataset: Sized | None, *, held_out: Mapping[str, int]) -> None:
         e = self._program.experiment
-        samples = f"{e.batch_size} prompts x {e.group_size} = {e.batch_size * e.group_size} samples"
-        training = f"{len(dataset or ())} training prompts, {_counts(held_out)}"
+        samples = f"{e.batch_size} {self._rows_are}"
+        if self._rows_are == "prompts" or e.group_size > 1:
+            samples += f" x {e.group_size} = {e.batch_size * e.group_size} samples"
+        training = f"{len(dataset or ())} training {self._rows_are}, {_counts(held_out)}"
         self._say(f"{_steps(e.steps)} of {samples}; {training}")
         for call in self._program.graph.order:
             self._say(f"  {call.name:<18} {call.kind:<10} {self._program.plan[call.name].layout}")
@@ -142,9 +149,12 @@ class Progress:
         if self._live is not None:
             self._live.refresh()
         elif step % self._program.experiment.log_every == 0:
-            shown = [f"{c.title} {_value(c, metrics[c.metric])}" for c in shown_columns(metrics)]
+            shown = [f"{self._title(c)} {_value(c, metrics[c.metric])}" for c in shown_columns(metrics)]
             self._say(f"step {label}: {', '.join(shown)}")
         self._warn()
+
+    def _title(self, column: _Column) -> str:
+        return column.title.replace("tokens", self._tokens_are)
 
     def _warn(self) -> None:
         """Print a warning if nothing has been learned in the newest steps; each kind of fault once."""
@@ -167,7 +177,8 @@ class Progress:
 
     def finish(self, summary: Mapping[str, Any], out: Path | None) -> None:
         self.stop()
-        tokens = [f"{count:,} tokens {what}" for what, count in summary["tokens"].items() if count]
+        are = self._tokens_are
+        tokens = [f"{count:,} {are} {what}" for what, count in summary["tokens"].items() if count]
         counted = "".join(f", {text}" for text in tokens)
         lines = [f"{_steps(summary['steps'])} in {_duration(summary['seconds'])}{counted}"]
         lines += self._held_out(summary)
@@ -183,7 +194,8 @@ class Progress:
         lines += memory_lines(summary["process_memory"], summary["memory"])
         if out is not None:
             lines.append(f"metrics, pictures and TensorBoard files: {out}")
-            lines.append(f"Hugging Face model: {summary['hf_dir']}")
+            kind = "Hugging Face model" if self._tokens_are == "tokens" else "module"
+            lines.append(f"{kind}: {summary['hf_dir']}")
         self._say("\n".join(lines))
 
     def _held_out(self, summary: Mapping[str, Any]) -> list[str]:
@@ -226,7 +238,8 @@ class Progress:
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
             table.add_column("step", no_wrap=True)
             for column in columns:  # A long title has two lines.
-                title = column.title if len(column.title) < 9 else "\n".join(column.title.rsplit(" ", 1))
+                title = self._title(column)
+                title = title if len(title) < 9 else "\n".join(title.rsplit(" ", 1))
                 table.add_column(title, justify="right", no_wrap=True)
             for label, metrics in self._rows:
                 values = [(column, metrics.get(column.metric)) for column in columns]
@@ -284,7 +297,10 @@ def shown_columns(metrics: Mapping[str, float]) -> list[_Column]:
     others = [name for name in metrics if name.endswith("/loss") and name not in listed]
     roles = [name.removesuffix("/loss") for name in others]  # Of graphs that users write.
     named = [role for role in roles if not {f"{role}/pg_loss", f"{role}/vf_loss"} & metrics.keys()]
-    return [*(_Column(f"{role}/loss", f"{role} loss", 1) for role in named), *columns]
+    goals = [name for name in metrics if _OWN_GOAL.fullmatch(name) and name not in listed]
+    return [
+        *(_Column(name, name.removesuffix("/mean"), 0) for name in goals),
+        *(_Column(f"{role}/loss", f"{role} loss", 1) for role in named), *columns]
 
 
 def _value(column: _Column, value: float) -> str:

@@ -1,0 +1,264 @@
+"""The functions of modules on a few rows, as `realhf check` calls them, and what it says about arrays."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from realhf import (
+    ArrayDataset,
+    DataflowGraph,
+    ForwardFunction,
+    FunctionCall,
+    HostFunction,
+    ModuleRole,
+    TrainFunction,
+)
+from realhf.cli.main import main
+from realhf.distributed.world import World
+from realhf.models.modules import module_of
+from realhf.runtime.compile.program import compile_program
+from realhf.runtime.doubts.data import odd_arrays
+from realhf.runtime.execute.module_trial import try_functions
+from realhf.runtime.trainer import Trainer
+from tests.control.modules import Net, Regression, data, experiment, squared_error
+
+F = torch.nn.functional
+
+
+def tried(work, *, plays=True, **settings):
+    made = experiment("regression", work=work, **settings)
+    return try_functions(compile_program(made, None, world_size=1), plays=plays)
+
+
+def column(net, batch):
+    return net(batch["x"])[:, None]
+
+
+def bad_target(net, batch):  # The classic mistake of targets of Q-functions.
+    with torch.no_grad():
+        target = batch["y"] + 0.9 * net(batch["x"])[:, None]
+    return F.smooth_l1_loss(net(batch["x"]), target, reduction="none").mean(1)
+
+
+def own_dict(net, batch):
+    return net(batch["x"]) * {"a": 1.0}["b"]
+
+
+def nan(net, batch):
+    return (net(batch["x"]) - 1e9).log()
+
+
+FAULTS = [
+    (lambda net, batch: net(batch["x"]).mean(),
+     r"\(12,\), and <lambda>\(\) \(.*test_module_trial.py:\d+\) returned a tensor of shape \(\)"),
+    (lambda net, batch: column(net, batch), r"returned a tensor of shape \(12, 1\)"),
+    (lambda net, batch: (column(net, batch) - batch["y"]).square().mean(1), "meets one of shape .*each pair"),
+    (lambda net, batch: F.mse_loss(column(net, batch), batch["y"], reduction="none").mean(1), "each pair"),
+    (lambda net, batch: (column(net, batch) - batch["y"]).square(), "each pair of rows"),
+    (bad_target, r"in bad_target\(\) .*each pair of rows"),
+    (lambda net, batch: net(batch["x"]).detach(), "depend on no parameter of net .* without gradients"),
+    (lambda net, batch: net(batch["x"]) * batch["z"], r"reads the column 'z' at .*py:\d+: .* are x, y"),
+    (own_dict, r"raised KeyError: 'b' \(.*test_module_trial.py:\d+\)"),
+    (lambda net, batch: 3.0, r"and <lambda>\(\) .* returned float"),
+    (lambda net, batch: net(batch["x"]).long(), "losses must be floating-point numbers, .* returned int64"),
+    (nan, "returned the loss nan for row 0 of 7, with the first weights"),
+    (lambda net, batch: net(batch["x"].float()), "raised RuntimeError: .*dtype"),
+]
+
+
+@pytest.mark.parametrize(("function", "sentence"), FAULTS)
+def test_check_calls_functions_of_modules(function, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tried(TrainFunction(function))
+
+
+def test_columns_of_another_dtype_are_named():
+    with pytest.raises(ValueError, match=r"column 'x' is float64 and the module float32: .*dtype='float64'"):
+        tried(TrainFunction(squared_error), settings={"dtype": "float32"})
+
+
+def pairs(net, batch):
+    return (net(batch["x"])[:, None] - batch["y"][None, :]).square().mean(1)
+
+
+def counts_rows(net, batch):
+    return (net(batch["x"]).view(12) - batch["y"]).square()
+
+
+@pytest.mark.parametrize(("function", "doubts"), [(squared_error, 0), (pairs, 1), (counts_rows, 0)])
+def test_right_functions_pass_and_pairs_are_doubted(function, doubts):
+    warnings = tried(TrainFunction(function))
+    assert ["depends on which other rows are beside it" in one for one in warnings] == [True] * doubts
+
+
+def test_what_is_tried_changes_nothing():
+    program = compile_program(experiment("regression"), None, world_size=1)
+    expected = Trainer(program, World(), quiet=True).run()
+    program = compile_program(experiment("regression"), None, world_size=1)
+    state = torch.get_rng_state()
+    assert try_functions(program, plays=True) == []
+    assert torch.equal(torch.get_rng_state(), state)
+    again = Trainer(program, World(), quiet=True).run()
+    assert [m["net/loss"] for m in again.metrics] == [m["net/loss"] for m in expected.metrics]
+
+
+class Counting:
+    """Keeps what it has seen on itself."""
+
+    seen = 0
+
+    def __call__(self, batch, context):
+        self.seen += len(batch)
+        action = context.ask("act", {"x": batch["x"]})["wrong" if batch["x"].dim() == 3 else "value"]
+        return {"target": action[:, None] if self.fault else action}, {"return": 1.0}
+
+    def __init__(self, fault):
+        self.fault = fault
+
+
+@dataclass
+class Asked(Regression):
+    player: Counting | None = None
+
+    def graph(self):
+        def fit(net, batch):
+            return (net(batch["x"]) - batch["target"]).square()
+
+        def act(net, batch):
+            return {"value": net(batch["x"])}
+
+        return DataflowGraph((
+            FunctionCall(
+                "play", inputs=("x",), outputs=("target",), work=HostFunction(self.player, asks=("act",))),
+            FunctionCall("act", role="net", inputs=("x",), work=ForwardFunction(act)),
+            FunctionCall("net_train", role="net", inputs=("x", "target"), work=TrainFunction(fit)),
+        ), inputs=("x",))
+
+
+def test_host_calls_are_played_with_copies_and_what_they_return_is_trained_on():
+    settings = {"dataset": ArrayDataset(data()), "batch_size": 12, "steps": 1}
+    right = Asked(player=Counting(False), **settings)
+    program = compile_program(right, None, world_size=1)
+    assert try_functions(program, plays=True) == [] and right.player.seen == 0
+    wrong = compile_program(Asked(player=Counting(True), **settings), None, world_size=1)
+    assert try_functions(wrong, plays=False) == []  # Without the play, there is nothing to train on.
+    with pytest.raises(ValueError, match="'net_train': in fit.*each pair of rows"):
+        try_functions(wrong, plays=True)
+
+
+def test_outputs_that_are_missing_are_named():
+    made = experiment("actor_critic")
+    graph = made.graph()
+    value = FunctionCall(
+        "value", role="critic", inputs=("state", "action"), outputs=("value",),
+        work=ForwardFunction(lambda critic, batch: {"values": critic(batch["state"], batch["action"])}))
+    made.graph = lambda: graph.replace(value)
+    with pytest.raises(ValueError, match=r"declares the output 'value', and <lambda>\(\) .* returned values"):
+        try_functions(compile_program(made, None, world_size=1), plays=False)
+
+
+def test_a_mistake_ends_check_and_run_with_one_sentence(tmp_path, capsys):
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from realhf import TrainFunction\nfrom tests.control.modules import experiment\n"
+        "def wrong(net, batch):\n    return net(batch['x']).mean()\n"
+        "experiment = experiment('regression', work=TrainFunction(wrong))\n")
+    for words in (["check", str(file)], ["run", str(file), "--nproc", "1", "--out", str(tmp_path / "run")]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert f"and wrong() ({file}:3) returned a tensor of shape ()" in error and "Traceback" not in error
+
+
+class Empty(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize(("module", "arguments", "sentence"), [
+    (Empty, {}, r"net.module: .*Empty with {} has the tensor weight of shape \(0, 3\), without numbers"),
+    (Net, {"width": 3}, "net.module: .*Net cannot be made with .*unexpected keyword argument 'width'"),
+])
+def test_faults_of_modules_name_the_module(module, arguments, sentence):
+    settings = {"arguments": arguments}
+    with pytest.raises(ValueError, match=sentence):
+        compile_program(experiment("regression", module=module, settings=settings), None, world_size=1)
+
+
+def test_odd_arrays_are_warned_about():
+    columns = data()
+    columns["x"][7, 2] = float("nan")
+    columns["x"][50] = float("inf")
+    columns["reward"][:] = 1.0  # A constant column is none.
+    made = experiment("regression", dataset=ArrayDataset(columns), batch_size=150)
+    assert list(odd_arrays(compile_program(made, None, world_size=1))) == [
+        "dataset: column 'x' has NaN or infinite values in 2 of 60 rows, first in row 7",
+        "batch_size is 150, and the dataset has 60 rows: each row is about 2.5 times in a batch"]
+
+
+def test_the_loss_of_held_out_rows_is_that_of_the_function(tmp_path):
+    columns = data()
+    held_out = {key: column[40:] for key, column in columns.items()}
+    made = experiment("regression", eval_dataset=ArrayDataset(held_out), eval_every=2)
+    Trainer(compile_program(made, None, world_size=1), World(), out=tmp_path, quiet=True).run()
+    net = Net().double().eval()
+    net.load_state_dict(load_file(tmp_path / "hf/step_4/model.safetensors"))
+    with torch.no_grad():
+        expected = float((net(held_out["x"]) - held_out["y"]).square().mean())
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["eval/net/loss"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_orthogonal_weights_are_those_of_one_thread():
+    """Plans have other numbers of threads, and a decomposition in float32 rounds otherwise with several."""
+    spec = ModuleRole(module=Orthogonal).config()
+    drawn = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            drawn.append(module_of(spec, seed=3).layer.weight.detach().clone())
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
+class Orthogonal(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+        torch.nn.init.orthogonal_(self.layer.weight)
+
+
+class Tied(torch.nn.Module):
+    """Has a weight with two names, a single number, and buffers of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(5, 5, bias=False)
+        self.second = torch.nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("order", torch.tensor([3, 1, 2]))
+        self.norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return self.scale * self.norm(self.second(torch.tanh(self.first(x)))).sum(-1)
+
+
+def test_exports_are_the_whole_state_of_a_module(tmp_path):
+    made = experiment("regression", module=Tied)
+    Trainer(compile_program(made, None, world_size=1), World(), out=tmp_path, quiet=True).run()
+    state = load_file(tmp_path / "hf/step_4/model.safetensors")
+    fresh = Tied().double()
+    assert {name: tensor.shape for name, tensor in state.items()} == {
+        name: tensor.shape for name, tensor in fresh.state_dict().items()}
+    fresh.load_state_dict(state, strict=True)
+    assert fresh.scale != 2.0 and fresh.order.tolist() == [3, 1, 2]
+    again = experiment("regression", module=Tied, settings={"model": str(tmp_path / "hf/step_4")}, steps=1)
+    metrics = Trainer(compile_program(again, None, world_size=1), World(), quiet=True).run().metrics
+    assert torch.isfinite(torch.tensor(metrics[0]["net/loss"]))
