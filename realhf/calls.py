@@ -736,9 +736,9 @@ class TrainFunction(Training):
 
 @dataclass(frozen=True)
 class HeldOutLosses(ForwardFunction):
-    """Computes the losses that a TrainFunction returns, without gradients and in evaluation mode.
+    """Computes what a TrainFunction returns, without gradients and in evaluation mode.
 
-    Its output is their column. `function` is that of the training.
+    Its output has a dict for each row, the loss and the metrics by name. `function` is that of the training.
     """
 
     noise: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # As in the training.

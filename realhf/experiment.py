@@ -563,10 +563,10 @@ def seeded(graph: DataflowGraph, seed: int, *, deterministic: bool = False) -> D
 
 
 def held_out_losses(graph: DataflowGraph) -> DataflowGraph | None:
-    """Return a graph whose metrics are the mean losses of TrainFunctions; None if it would be empty.
+    """Return a graph whose metrics are those of TrainFunctions and their losses; None if it would be empty.
 
-    They are those that read nothing but columns of the dataset. A metric is called `<role>/loss`, or
-    `<call>/loss` if the role has several of them.
+    These TrainFunctions read nothing but columns of the dataset. A metric is called `<role>/loss`, for
+    example, or `<call>/loss` if the role has several of them.
     """
     train = [
         call for call in graph.calls
@@ -584,16 +584,22 @@ def held_out_losses(graph: DataflowGraph) -> DataflowGraph | None:
                 outputs=(losses,), work=HeldOutLosses(work.function, work.noise)),
             FunctionCall(
                 f"{call.name}_mean", inputs=(losses, *weights),
-                work=HostFunction(partial(_mean_loss, f"{name}/loss")))]
+                work=HostFunction(partial(_means_of_rows, f"{name}/")))]
     read = tuple(key for key in graph.inputs if any(key in call.inputs for call in train))
     return DataflowGraph(tuple(calls), inputs=read) if calls else None
 
 
-def _mean_loss(name: str, batch: Any, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the mean of the first column, weighted by the second one if there is one."""
-    losses, *weights = (column.double() for column in batch.fields.values())
-    weight = weights[0] if weights else losses * 0 + 1
-    return {}, {name: float((losses * weight).sum() / weight.sum())}
+def _means_of_rows(prefix: str, batch: Any, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return means of the numbers in the dicts of the first column, weighted by the second if there is one;
+    and maxima, where names end with "/max"."""
+    rows, *weights = batch.fields.values()
+    shares = weights[0].double().tolist() if weights else [1.0] * len(rows)
+    metrics = {}
+    for name in rows[0] if rows else ():
+        values = [row[name] for row in rows]
+        mean = sum(value * share for value, share in zip(values, shares, strict=True)) / (sum(shares) or 1.0)
+        metrics[f"{prefix}{name}"] = max(values) if name.endswith("/max") else mean
+    return {}, metrics
 
 
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

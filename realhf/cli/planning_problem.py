@@ -28,6 +28,7 @@ from realhf.cluster import Cluster
 from realhf.data.dataset import (
     IS_CHOSEN,
     START_IDS,
+    ArrayDataset,
     DatasetConfig,
     DatasetMixture,
     completion_columns,
@@ -518,7 +519,7 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
         response = min(lengths["response_tokens"], limit)
         per_prompt = 2 if reads_pairs(graph.inputs) else evaluation.samples
         num_samples = per_prompt * _num_eval_prompts(experiment, evaluation, graph)
-        settings = {**lengths, "samples_per_prompt": per_prompt}
+        settings = {**lengths, "samples_per_prompt": per_prompt, "runs": 1}
         if (response, limit) != (lengths["response_tokens"], lengths["max_new_tokens"]):
             settings |= {"response_tokens": response, "max_new_tokens": limit, "response_lengths": None}
             settings["turns"] = None
@@ -535,7 +536,10 @@ def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation, graph: Dat
     """Return the number of prompts of a held-out set; it is assumed if `expected` has the lengths."""
     if experiment.expected.prompt_tokens is not None:
         return evaluation.max_rows or _EVAL_PROMPTS
-    rows = sum(len(load_rows(part, graph.inputs)) for part in evaluation.dataset.parts)
+    if isinstance(evaluation.dataset, ArrayDataset):
+        rows = evaluation.dataset.count()
+    else:
+        rows = sum(len(load_rows(part, graph.inputs)) for part in evaluation.dataset.parts)
     return min(rows, evaluation.max_rows or rows)
 
 

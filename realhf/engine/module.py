@@ -167,10 +167,11 @@ class ModuleEngine(Engine):
                 raise UserError(
                     f"call {call.name!r} declares the output {lacking[0]!r}, and {named_function(call)} "
                     f"returned {legal}")
-            parts.append(output_batch(call, rows.ids, [
-                _column(columns[key], key, call, len(rows)) for key in call.outputs]))
+            checked = list(columns.values()) if isinstance(call.work, HeldOutLosses) else [
+                _column(columns[key], key, call, len(rows)) for key in call.outputs]
+            parts.append(output_batch(call, rows.ids, checked))
         outputs = Batch.concat(parts)
-        for key in call.outputs:
+        for key in () if isinstance(call.work, HeldOutLosses) else call.outputs:
             require_numbers(outputs, key, rank=self.groups.rank)
         return outputs
 
@@ -186,8 +187,10 @@ class ModuleEngine(Engine):
         before = self._random_states()
         columns = self._call(call, work.function, rows.to(self.groups.world.device), beside)
         if isinstance(work, HeldOutLosses):
-            losses = columns[0] if isinstance(columns, tuple) else columns
-            columns = {call.outputs[0]: _per_row(losses, "the losses", call, len(rows))}
+            losses, metrics = _loss_and_metrics(columns, call, len(rows))
+            values = {name: value.tolist() for name, value in {"loss": losses, **metrics}.items()}
+            columns = {call.outputs[0]: [
+                dict(zip(values, of_row, strict=True)) for of_row in zip(*values.values(), strict=True)]}
         if any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)):
             raise UserError(
                 f"call {call.name!r} draws random numbers of torch, which would be others in a resumed run: "
@@ -284,16 +287,7 @@ class ModuleEngine(Engine):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         with self._random(call, step, number):
             returned = self._call(call, call.work_as(TrainFunction).function, rows, beside)
-        is_pair = isinstance(returned, tuple) and len(returned) == 2
-        losses, metrics = returned if is_pair else (returned, {})
-        if isinstance(losses, Tensor) and not losses.is_floating_point():
-            raise UserError(
-                f"call {call.name!r}: the losses must be floating-point numbers, and {named_function(call)} "
-                f"returned {str(losses.dtype).removeprefix('torch.')}")
-        losses = _per_row(losses, "the losses", call, len(rows))
-        _check_metrics(metrics, call.name)
-        metrics = {
-            name: _per_row(value, f"metric {name!r}", call, len(rows)) for name, value in metrics.items()}
+        losses, metrics = _loss_and_metrics(returned, call, len(rows))
         if not losses.requires_grad:
             raise UserError(
                 f"call {call.name!r}: the losses depend on no parameter of {call.role} that is trained: "
@@ -393,6 +387,20 @@ def _raised_by_batch(error: Exception) -> bool:
         last = last.tb_next
     is_there = last is not None and last.tb_frame.f_code is Batch.__getitem__.__code__
     return isinstance(error, KeyError) and is_there
+
+
+def _loss_and_metrics(returned: Any, call: FunctionCall, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the losses and metrics of `count` rows. Raises UserError if they are something else."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    losses, metrics = returned if is_pair else (returned, {})
+    if isinstance(losses, Tensor) and not losses.is_floating_point():
+        raise UserError(
+            f"call {call.name!r}: the losses must be floating-point numbers, and {named_function(call)} "
+            f"returned {str(losses.dtype).removeprefix('torch.')}")
+    losses = _per_row(losses, "the losses", call, count)
+    _check_metrics(metrics, call.name)
+    return losses, {
+        name: _per_row(value, f"metric {name!r}", call, count) for name, value in metrics.items()}
 
 
 def _per_row(values: Any, what: str, call: FunctionCall, count: int) -> Tensor:

@@ -207,9 +207,10 @@ def test_the_loss_of_held_out_rows_is_that_of_the_function(tmp_path):
     net = Net().double().eval()
     net.load_state_dict(load_file(tmp_path / "hf/step_4/model.safetensors"))
     with torch.no_grad():
-        expected = float((net(held_out["x"]) - held_out["y"]).square().mean())
+        error = net(held_out["x"]) - held_out["y"]
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval/net/loss"] == pytest.approx(expected, rel=1e-9)
+    assert last["eval/net/loss"] == pytest.approx(float(error.square().mean()), rel=1e-9)
+    assert last["eval/net/abs_error"] == pytest.approx(float(error.abs().mean()), rel=1e-9)
 
 
 def test_orthogonal_weights_are_those_of_one_thread():
