@@ -409,7 +409,7 @@ def test_pools_are_lists(seed):
         for _ in range(rng.randint(1, 6)):
             name = rng.choice(list(naive))
             pool, plain = pools[name], naive[name]
-            operation = rng.choice(["add", "add where", "take", "random", "drop", "train"])
+            operation = rng.choice(["add", "add where", "take", "random", "drop", "shrink", "train"])
             before = [prompt for prompt, _ in plain.rows]
             n = rng.randint(1, 6)
             if operation.startswith("add"):
@@ -433,6 +433,10 @@ def test_pools_are_lists(seed):
                 old = [row for row in plain.rows if now - row[1] > age]
                 assert pool.drop(max_age=age) == len(old)
                 plain.rows = [row for row in plain.rows if row not in old]
+            elif operation == "shrink":
+                most = rng.randint(1, 12)
+                assert pool.drop(max_size=most) == max(0, len(before) - most)
+                plain.rows = plain.rows[-most:]
             elif before:
                 run("train", Samples(tuple(rng.sample(before, rng.randint(1, len(before))))))
             assert len(pool) == len(plain.rows)

@@ -17,11 +17,15 @@ from realhf import (
     TrainFunction,
 )
 from realhf.cli.main import main
+from realhf.cli.planning_problem import problem_of
+from realhf.cluster import Cluster
 from realhf.distributed.world import World
+from realhf.execution_plan import ExecutionPlan
 from realhf.models.modules import module_of
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.doubts.data import odd_arrays
 from realhf.runtime.execute.module_trial import try_functions
+from realhf.runtime.records.progress import shown_columns
 from realhf.runtime.trainer import Trainer
 from tests.control.modules import Net, Regression, data, experiment, squared_error
 
@@ -263,3 +267,77 @@ def test_exports_are_the_whole_state_of_a_module(tmp_path):
     again = experiment("regression", module=Tied, settings={"model": str(tmp_path / "hf/step_4")}, steps=1)
     metrics = Trainer(compile_program(again, None, world_size=1), World(), quiet=True).run().metrics
     assert torch.isfinite(torch.tensor(metrics[0]["net/loss"]))
+
+
+@dataclass
+class Reading(Regression):
+    """A module that reads a frozen one, which a call of its own uses, too."""
+
+    def roles(self):
+        return super().roles() | {"teacher": ModuleRole(module=Net, dtype="float64", draw=1)}
+
+    def graph(self):
+        def guess(teacher, batch):
+            return {"guess": teacher(batch["x"])}
+
+        def distil(net, batch, teacher):
+            with torch.no_grad():
+                wanted = teacher(batch["x"]) + batch["guess"]
+            return (net(batch["x"]) - wanted).square()
+
+        return DataflowGraph((
+            FunctionCall(
+                "guess", role="teacher", inputs=("x",), outputs=("guess",), work=ForwardFunction(guess)),
+            FunctionCall(
+                "net_train", role="net", reads=("teacher",), inputs=("x", "guess"), work=TrainFunction(distil)),
+        ), inputs=("x",))
+
+
+def test_weights_that_are_read_may_be_offloaded():
+    losses = []
+    for offload in (False, True):
+        made = Reading(dataset=ArrayDataset(data()), batch_size=12, steps=2)
+        plan = ExecutionPlan.from_dict({"calls": {
+            "guess": {"layout": "d1@0", "offload": offload}, "net_train": {"layout": "d1@0"}}})
+        run = Trainer(compile_program(made, plan, world_size=1), World(), quiet=True).run()
+        losses.append([metrics["net/loss"] for metrics in run.metrics])
+    assert losses[0] == losses[1]
+
+
+def held_out_of(world, layouts):
+    made = experiment("regression", steps=2, eval_dataset=ArrayDataset(data()), eval_every=1)
+    plan = ExecutionPlan.from_dict({"calls": {name: {"layout": layout} for name, layout in layouts.items()}})
+    run = Trainer(compile_program(made, plan, world_size=world.size), world, quiet=True).run()
+    return [metrics["eval/net/loss"] for metrics in run.metrics]
+
+
+def test_held_out_losses_are_equal_under_every_plan(pool):
+    expected = held_out_of(World(), {"net_train": "d1@0"})
+    layouts = {"net_train": "d2@0-1", "eval/net_train_held_out": "d3@1-3"}
+    assert pool.run(held_out_of, layouts)[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_held_out_losses_are_planned():
+    made = experiment("regression", eval_dataset=ArrayDataset(data()), eval_every=1)
+    (call,) = problem_of(made, Cluster.load("h100-1x8")).evaluations
+    assert call.name == "eval/net_train_held_out" and call.workload.num_samples == 60
+
+
+def test_the_line_of_a_step_shows_the_return():
+    titles = [column.title for column in shown_columns({
+        "play/return": 1.0, "return/mean": 2.0, "success": 0.5, "q/loss": 0.1, "returned": 3.0,
+        "timing_s/step": 1.0})]
+    assert titles == ["play/return", "return", "success", "q loss", "seconds"]
+
+
+def test_messages_name_what_a_user_has_written():
+    with pytest.raises(ValueError, match=r"dataset ArrayDataset\({...}\) has no column 'z'"):
+        compile_program(experiment("regression", graph_inputs=("x", "y", "z")), None, world_size=1)
+    with pytest.raises(ValueError, match=r"give it one, ModuleRole\(..., optimizer=OptimizerConfig\(lr="):
+        compile_program(experiment("regression", settings={"optimizer": None}), None, world_size=1)
+    with pytest.raises(ValueError, match=r"dataset is a dict: give arrays by column as ArrayDataset\("):
+        experiment("regression", dataset=data())
+    with pytest.raises(ValueError, match=r"ArrayDataset\({...}\) has columns of different lengths"):
+        ArrayDataset({"x": torch.zeros(3), "y": torch.zeros(2)})
+    with pytest.raises(ValueError, match="dataset is not given: it must be"):
+        compile_program(Regression(), None, world_size=1)
