@@ -268,6 +268,14 @@ class ModuleRole(Role):
     is_language_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except ValueError as error:
+            name = getattr(self.module, "__name__", "...")
+            raise ValueError(f"ModuleRole(module={name}): {error}") from error
+        object.__setattr__(self, "random_init", not self.model)
+
+    def _check(self) -> None:
         super().__post_init__()
         if self.module is None:
             raise ValueError("module is not given: it must be a class of modules, or return a module")
@@ -277,7 +285,6 @@ class ModuleRole(Role):
         require(self.dtype in (None, *legal), "dtype", self.dtype, f"be {' or '.join(legal)} for a module")
         if self.optimizer is not None and self.optimizer.lr is None:
             raise ValueError("optimizer.lr is not given: a module has no usual learning rate")
-        object.__setattr__(self, "random_init", not self.model)
         self.config()
 
     def config(self) -> ModuleConfig:

@@ -289,7 +289,8 @@ class Reading(Regression):
             FunctionCall(
                 "guess", role="teacher", inputs=("x",), outputs=("guess",), work=ForwardFunction(guess)),
             FunctionCall(
-                "net_train", role="net", reads=("teacher",), inputs=("x", "guess"), work=TrainFunction(distil)),
+                "net_train", role="net", reads=("teacher",), inputs=("x", "guess"),
+                work=TrainFunction(distil)),
         ), inputs=("x",))
 
 

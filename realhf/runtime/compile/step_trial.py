@@ -1,8 +1,9 @@
 """Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
 
 import inspect
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -91,6 +92,7 @@ class PartCount:
     most_prompts: int
     is_exact: bool = True
     """False if the program is too long to be tried to its end, so that the rest is as its last steps are."""
+    state: Mapping[str, Any] = field(default_factory=dict)  # `run.state` when the part first runs.
 
 
 def count_parts(experiment: Experiment, graph: DataflowGraph) -> dict[str, PartCount]:
@@ -123,7 +125,8 @@ def count_parts(experiment: Experiment, graph: DataflowGraph) -> dict[str, PartC
         sizes = [size for of_step in tried for size in of_step.get(part, ())]
         more = sum(len(of_step.get(part, ())) for of_step in last) * rest / len(last)
         counts[part] = PartCount(
-            len(sizes) + round(more), min(sizes, default=0), max(sizes, default=0), is_exact=not rest)
+            len(sizes) + round(more), min(sizes, default=0), max(sizes, default=0), is_exact=not rest,
+            state=executor.states.get(part, {}))
     return counts
 
 
@@ -182,6 +185,8 @@ class _DryExecutor:
         self.operations: list[str] = []
         self.sizes: dict[str, list[int]] = {}
         """Part -> the number of prompts of each of its runs that has new ones."""
+        self.states: dict[str, Mapping[str, Any]] = {}
+        """Part -> the state of the step program when it first ran."""
         self.num_left = 0
         self.has_filtered = False
         self._graph = graph
@@ -195,6 +200,8 @@ class _DryExecutor:
         self._prompts[operation] = prompts
         if prompts:
             self.sizes.setdefault(part, []).append(len(prompts))
+            if part not in self.states:
+                self.states[part] = json.loads(json.dumps(state))
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
         """Send nothing, as there are no samples."""

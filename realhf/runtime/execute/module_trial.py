@@ -8,7 +8,9 @@ import contextlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.runtime.compile.actions import Ask, spec_of
 from realhf.runtime.compile.program import Program
+from realhf.runtime.compile.step_trial import PartCount
 from realhf.runtime.execute.asking import Asker
 from realhf.runtime.execute.host_call import HostContext, call_host_function
 from realhf.signals import time_limit
@@ -48,7 +51,8 @@ def try_functions(program: Program, *, plays: bool) -> list[str]:
     if not roles or not program.parts or not isinstance(program.experiment.dataset, ArrayDataset):
         return []
     trial = _Trial(program, roles)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), catch_warnings():
+        simplefilter("ignore")  # torch warns of some of the shapes that are refused here.
         return list(trial.run(plays=plays))
 
 
@@ -82,38 +86,50 @@ class _Trial:
         self._engines = _Engines(program, roles)
         self._parts = program.experiment.parts(program.graph)
         self._asked = {name for work in program.graph.works(HostFunction) for name in work.asks}
-        self._num_prompts = next(
-            (count.most_prompts for count in program.counts.values() if count.most_prompts), 0)
+        experiment = program.experiment
+        self._loader = make_loader(
+            experiment.dataset, keys=program.graph.inputs, tokenizer=None, group_size=experiment.group_size,
+            seed=experiment.seed)
+        self._made: dict[str, Batch] = {}
+        """The output columns of calls that were tried, by key."""
 
     def run(self, *, plays: bool) -> Iterator[str]:
         """Try the calls in their order; yield warnings."""
-        program = self._program
-        experiment = program.experiment
-        loader = make_loader(
-            experiment.dataset, keys=program.graph.inputs, tokenizer=None, group_size=experiment.group_size,
-            seed=experiment.seed)
-        known = loader.batch(range(self._num_prompts))
-        for call in program.graph.order:
-            if not known.ids or not known.fields.keys() >= set(call.inputs):
-                continue
-            rows = known.pick(call.inputs)
+        for call in self._program.graph.order:
+            rows = self._rows(call)
             outputs: Batch | None = None
+            if rows is None:
+                continue
             if isinstance(call.work, ForwardFunction) and call.name not in self._asked:
                 outputs = self._forward(call, rows)
             elif isinstance(call.work, TrainFunction):
                 yield from self._train(call, rows)
-            elif isinstance(call.work, HostFunction) and plays and self._has_these_rows(call):
+            elif isinstance(call.work, HostFunction) and plays:
                 warnings: list[str] = []
                 outputs = self._play(call, rows, warnings)
                 yield from warnings
-            if outputs is not None and outputs.ids == known.ids:
-                known = Batch(known.ids, known.fields | outputs.fields)
+            if outputs is not None and outputs.ids == rows.ids:  # Filters let all pass in a trial.
+                self._made |= {key: outputs.pick([key]) for key in outputs.fields}
 
-    def _has_these_rows(self, call: FunctionCall) -> bool:
-        """Return whether the call's part has as many rows as are tried, as host calls may count on that."""
-        counts = self._program.counts
-        (of_part,) = [counts[part] for part, calls in self._parts.items() if call.name in calls]
-        return of_part.most_prompts == self._num_prompts
+    def _rows(self, call: FunctionCall) -> Batch | None:
+        """Return the inputs of a call; None if it has none that are known."""
+        made = [self._made[key] for key in call.inputs if key in self._made]
+        of_dataset = [key for key in call.inputs if key in self._program.graph.inputs]
+        if len(made) + len(of_dataset) < len(call.inputs) or not self._part(call).most_prompts:
+            return None
+        loaded = self._loader.batch(range(self._part(call).most_prompts))
+        count = min(len(batch) for batch in (loaded, *made))
+        if count < len(loaded) and isinstance(call.work, HostFunction):
+            return None  # It may count on the number of its rows.
+        columns = loaded.pick(of_dataset).select(range(count)).fields
+        for batch in made:
+            columns |= batch.select(range(count)).fields
+        return Batch(loaded.ids[:count], columns)
+
+    def _part(self, call: FunctionCall) -> PartCount:
+        """Return the counts of a call's part."""
+        (part,) = [part for part, calls in self._parts.items() if call.name in calls]
+        return self._program.counts[part]
 
     def _forward(self, call: FunctionCall, rows: Batch) -> Batch:
         engine, beside = self._of(call)
@@ -189,7 +205,9 @@ class _Trial:
         work = call.work_as(HostFunction)
         program = self._program
         asks = tuple(Ask(call.name, _ONE_RANK, program.graph[name], _ONE_RANK, 0) for name in work.asks)
-        context = HostContext(program.experiment.tokenizer_dir(), step=1)
+        context = HostContext(
+            program.experiment.tokenizer_dir(), step=1, updates=dict.fromkeys(program.roles, 0),
+            run_state=MappingProxyType(dict(self._part(call).state)))
         over = _TooLong()
         try:
             function = deepcopy(work.function)  # What it keeps on itself is not for a run.
