@@ -188,7 +188,7 @@ def uneven_splits(counts: dict[str, Any]) -> list[str]:
     for name, call in counts["calls"].items():
         unit = "samples" if call["samples_together"] == 1 else f"groups of {call['samples_together']} samples"
         least, most = call["samples_per_minibatch"]
-        if call["runs_per_step"] != 1:
+        if set(call["prompts_per_run"]) != {counts["prompts_per_step"]}:
             continue  # A step program decides how many samples it has.
         if least != most:
             what = f"{counts['prompts_per_step']} prompts do not divide by {call['minibatches']} mini-batches"
@@ -241,6 +241,7 @@ def _of_call(program: Program, call: FunctionCall) -> dict[str, Any]:
     dp = plan.layout.dp
     counts: dict[str, Any] = {
         "samples": most * experiment.group_size,
+        "prompts_per_run": [least, most],
         "runs_per_step": of_part.runs / experiment.steps,
         "runs_are_exact": of_part.is_exact,
         "samples_together": together,
@@ -323,7 +324,8 @@ def _call_words(call: dict[str, Any]) -> str:
     times = call["runs_per_step"]
     if not times:
         return "never runs"
-    words = [f"{call['samples']} samples"]
+    fewest, most = call["prompts_per_run"]
+    words = [f"{'' if fewest == most else 'at most '}{call['samples']} samples"]
     if times != 1:
         about = "" if call["runs_are_exact"] else "about "
         words.append(f"runs {about}{times:.3g} times per step")
