@@ -1,8 +1,8 @@
 """Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
 
 import inspect
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -201,7 +201,7 @@ class _DryExecutor:
         if prompts:
             self.sizes.setdefault(part, []).append(len(prompts))
             if part not in self.states:
-                self.states[part] = json.loads(json.dumps(state))
+                self.states[part] = deepcopy(dict(state))
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
         """Send nothing, as there are no samples."""
