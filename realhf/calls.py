@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NewType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, NewType, get_args
 
 from typing_extensions import Doc
 
@@ -331,6 +331,15 @@ CacheOnUpdate = Annotated[
         "stealing).")]
 
 
+GenerationWeights = Annotated[
+    Literal["full", "int8"], Doc(
+        "The precision of the weights that generate. `full`: the role's own. `int8`: linear layers and "
+        "experts have whole numbers up to 127 and a scale for each output channel; all else keeps its "
+        "precision. A reallocation then moves a half (bfloat16) to a quarter (float32) of the bytes. The "
+        "trainer's log-probs differ from the generator's: limit the weights by `loss.proximal` and "
+        "`loss.importance_cap`.")]
+
+
 SampleId = NewType("SampleId", int)
 """The id of a sample, unique in the run."""
 
@@ -478,6 +487,7 @@ class Generate(ModelWork):
     and `kv_cache_gib` given: timing and free memory decide which rows run together."""
     cuda_graphs: CudaGraphs = True
     cache_on_update: CacheOnUpdate = "recompute"
+    weights: GenerationWeights = "full"
     interruption: InsertedPhrase | None = None  # A phrase that is inserted into over-long responses.
     tokenizer: str | None = None
     """Directory of the tokenizer, which `sampling.stop` and `sampling.bad_words` need."""
@@ -498,6 +508,9 @@ class Generate(ModelWork):
         require(
             self.cache_on_update in ways, "cache_on_update", self.cache_on_update,
             f"be one of {', '.join(ways)}")
+        forms = get_args(get_args(GenerationWeights)[0])
+        require(
+            self.weights in forms, "generation_weights", self.weights, f"be one of {', '.join(forms)}")
         require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
         gib = self.kv_cache_gib
         require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")

@@ -151,14 +151,14 @@ class Coordinate(NamedTuple):
 class Layout:
     """A ParallelStrategy on a DeviceMesh; text form `d2t4p1@0-7`.
 
-    `engine` is set for a copy of the weights in another engine than the role's, such as the native one that
-    generates for Megatron-Core. It is not the same copy, even if every rank holds the same regions. Its text
-    form is `d2@0-1/native`.
+    `form` is set for a copy of the weights in another form than the role's: `native` for the engine that
+    generates for Megatron-Core, `int8` for weights of that precision. It is not the same copy, even if every
+    rank holds the same regions. Its text is `d2@0-1/int8`.
     """
 
     strategy: ParallelStrategy
     mesh: DeviceMesh
-    engine: str = ""
+    form: str = ""
 
     def __post_init__(self) -> None:
         need, have = self.strategy.num_ranks, len(self.ranks)
@@ -168,11 +168,11 @@ class Layout:
                 f"{self.mesh} has {have}")
 
     def __str__(self) -> str:
-        return f"{self.strategy}@{self.mesh}" + (f"/{self.engine}" if self.engine else "")
+        return f"{self.strategy}@{self.mesh}" + (f"/{self.form}" if self.form else "")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        match = re.fullmatch(r"((?:[a-z]\d+)*)@([\d,\-]+)(?:/(native))?", str(text).strip())
+        match = re.fullmatch(r"((?:[a-z]\d+)*)@([\d,\-]+)(?:/(native|int8))?", str(text).strip())
         if match is None:
             raise ValueError(
                 f"{shown(text)} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3")

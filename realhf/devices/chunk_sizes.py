@@ -14,6 +14,8 @@ WIDENED_WEIGHT_NUMEL = 1 << 19
 """Elements of a weight that are converted to float32 at a time for a product on CPU."""
 WIDENED_TOKENS_NUMEL = 1 << 21
 """Elements of the tokens that are converted to float32 at a time for a product on CPU."""
+INT8_NUMEL = 1 << 20
+"""Elements of a weight in int8 that are converted at a time for a product on CPU."""
 EXPANDED_TOKENS = 8192
 """Cached latents whose keys and values are computed at a time, for the later pieces of long prompts."""
 OPTIMIZER_SLICE_NUMEL = 1 << 24

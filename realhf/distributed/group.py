@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from realhf.distributed.communicators import Operation
 from realhf.distributed.process import WatchedProcess
@@ -22,6 +23,7 @@ from realhf.models.param_spec import chunk_body, chunk_edges
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MAX_MESSAGE_BYTES = 1 << 34
 """Largest size that a sender may announce. (Parameters travel in messages whose sizes all ranks know.)"""
 _OPEN_STEPS = 4  # An Outbox keeps the messages of this many steps; a pipeline of calls needs fewer.
@@ -168,16 +170,19 @@ class Group:
             return both, both
         return self.post(sends, []), self.post([], recvs)
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` (contiguous) over the group in place and return it."""
+    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        """Sum `tensor` (contiguous) over the group in place, or take the `largest` of each element, and
+        return it."""
         name = "all_reduce"
+        combine = torch.maximum if largest else torch.Tensor.add_
         if self._native:
-            self._run(name, "allreduce", [tensor]).wait()
+            options = [_largest()] if largest else []
+            self._run(name, "allreduce", [tensor], *options).wait()
         elif self.size == 2 or tensor.nbytes <= _SMALL_BYTES:
-            tensor.copy_(reduce(torch.Tensor.add_, self._gather(tensor, name).unbind()))
+            tensor.copy_(reduce(combine, self._gather(tensor, name).unbind()))
         else:
             chunks = list(tensor.view(-1).tensor_split(self.size))
-            self._post_reduce_scatter(chunks, name)()
+            self._post_reduce_scatter(chunks, name, combine)()
             self._all_gather_chunks(chunks, name)
         return tensor
 
@@ -292,7 +297,9 @@ class Group:
         tails = (flat[chunk_body(len(flat), self.size) * self.size :] for flat in flats)
         return [tail for tail in tails if len(tail)]
 
-    def _post_reduce_scatter(self, chunks: list[torch.Tensor], name: str) -> Callable[[], None]:
+    def _post_reduce_scatter(
+        self, chunks: list[torch.Tensor], name: str, combine: Combine = torch.Tensor.add_
+    ) -> Callable[[], None]:
         """Start to sum chunk `index` of all members into this member's chunk, in place, over gloo.
 
         Chunks may differ in size, and must stay untouched until the returned function is called.
@@ -305,7 +312,7 @@ class Group:
 
         def finish() -> None:
             pending.wait()
-            mine.copy_(reduce(torch.Tensor.add_, terms))
+            mine.copy_(reduce(combine, terms))
 
         return finish
 
@@ -362,6 +369,13 @@ class Group:
     def _peers(self) -> list[int]:
         """Return the other members, from the next one on, so that not all members send to one port first."""
         return [(self.index + i) % self.size for i in range(1, self.size)]
+
+
+def _largest() -> Any:
+    """Return the options by which NCCL's all-reduce takes the largest values."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return options
 
 
 def _copy_to(tensors: Sequence[torch.Tensor], joined: torch.Tensor) -> None:

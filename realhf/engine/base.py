@@ -164,7 +164,7 @@ class Engine(ABC):
         adapters = self._adapters
         states = [] if self._optimizer is None else self._optimizer.held
         parts = {
-            "weights": _held_bytes(self._parameters.flat),
+            "weights": sum(map(_held_bytes, self._parameters.memory)),
             "adapters": 0 if adapters is None else _held_bytes(adapters.flat),
             "gradients": self._trained.grad_bytes,
             "optimizer": sum(state.nbytes for state in states if state.device == self.flat.device),

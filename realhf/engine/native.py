@@ -64,7 +64,7 @@ class NativeEngine(GeneratingEngine):
             self.adapters = Adapters(spec.config, lora, groups, dtype=DTYPES[dtype], memory=adapter_memory)
         self.model = Transformer(
             spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters,
-            float32_head=float32_head)
+            float32_head=float32_head, int8=layout.form == "int8")
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._paged = paged
         self.last_num_computed = 0

@@ -24,6 +24,9 @@ Region = tuple[tuple[int, int], ...]
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
 """The distinct regions of a parameter under a layout, each with the ranks that hold it."""
 NUM_TERMS = 3  # A float32 has 24 significant bits, a bfloat16 has 8.
+_INT8_MODULES = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
+SCALE = "/scale"
+"""What follows a parameter's name in that of its scales, of which a copy in int8 has one for each row."""
 _BOTH_ENDS = -1  # Stands for the stages of an embedding that is also the head: the first and the last.
 
 
@@ -69,6 +72,17 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
+    def takes_int8(self) -> bool:
+        """Whether generation may have it in int8: the weight of a linear layer or an expert.
+
+        Embeddings, heads, norms, biases and routers keep their precision, as does the up-projection of
+        latents (MLA), which attention also multiplies with queries and outputs.
+        """
+        module, _, kind = self.short_name.rpartition(".")
+        module = module.removeprefix("expert_").removeprefix("shared_")
+        return kind == "weight" and module in _INT8_MODULES
+
+    @property
     def is_vector(self) -> bool:
         """Whether it has one dim in checkpoints, as norms and biases have; no weight decay applies to it."""
         return len(self.shape) - (self.num_terms > 1) <= 1
@@ -98,6 +112,7 @@ class ModelSpec:
     config: ModelConfig
     params: tuple[ParamSpec, ...]
     section_numel: int = 1 << 24  # The fewest elements of each section but the last (see `sections`).
+    whole: "ModelSpec | None" = None  # The table of which this is a part; only that one has sections.
 
     @property
     def numel(self) -> int:
@@ -108,6 +123,11 @@ class ModelSpec:
         """Return the table with every parameter in the shape that it has in a checkpoint."""
         params = (replace(p, shape=p.shape[1:], num_terms=1) if p.num_terms > 1 else p for p in self.params)
         return replace(self, params=tuple(params))
+
+    def part(self, *, int8: bool) -> "ModelSpec":
+        """Return the part of the table that takes int8 in generation, or the rest of it."""
+        params = tuple(param for param in self.params if param.takes_int8 == int8)
+        return replace(self, params=params, whole=self)
 
     def chunk_layers(self, strategy: ParallelStrategy, stage: int) -> list[range]:
         """Return the layers of each chunk of a pipeline stage; one, unless chunks are interleaved."""
@@ -141,6 +161,9 @@ class ModelSpec:
         """
         if not sharded:
             return {name: (region,) for name, region in self.held_by(layout, rank).items()}
+        if self.whole is not None:
+            boxes = self.whole.boxes_held_by(layout, rank, sharded=True)
+            return {name: boxes[name] for name in self.layer_of if name in boxes}
         sections = self.sections(layout, rank) if rank in layout else []
         chunks = [split_evenly(section, len(ranks))[ranks.index(rank)] for section, ranks in sections]
         return {name: boxes for chunk in chunks for name, boxes in chunk.items()}
@@ -176,6 +199,9 @@ class ModelSpec:
 
     def placements(self, layout: Layout, *, sharded: bool = False) -> list[Placement]:
         """Return every parameter's placement, in table order; parameters placed alike share one object."""
+        if sharded and self.whole is not None:
+            by_name = dict(zip(self.whole.layer_of, self.whole.placements(layout, sharded=True), strict=True))
+            return [by_name[param.name] for param in self.params]
         if sharded:
             return self._sharded_placements(layout)
         kinds, stages, owners = self._placement_keys(layout)

@@ -129,7 +129,7 @@ class Attention:
         self.kind = AttentionKind.of(config, layer)
         # If no kernel computes this kind, this raises now, and not in the middle of a run.
         dim = config.head_dim
-        packed_backend(self.qkv.device, AttentionShape(self.kind, dim, dim, self.qkv.dtype))
+        packed_backend(self.qkv.device, AttentionShape(self.kind, dim, dim, self.qkv.compute_dtype))
 
     def __call__(
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend], place: CachePlace | None = None
@@ -213,9 +213,9 @@ class LatentAttention:
         self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
         self.kind = AttentionKind.of(config, layer)
         mla = config.mla
-        weight = self.linears["o"]
+        norm = self.kv_a_norm
         dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        packed_backend(weight.device, AttentionShape(self.kind, dim, mla.v_head_dim, weight.dtype))
+        packed_backend(norm.device, AttentionShape(self.kind, dim, mla.v_head_dim, norm.dtype))
 
     def __call__(
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend], place: CachePlace | None = None

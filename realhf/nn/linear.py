@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.attention.choose import int8_refusal
 from realhf.devices import half_precision
-from realhf.devices.chunk_sizes import SMALL_PRODUCT
+from realhf.devices.chunk_sizes import CUDA_PARTS, INT8_NUMEL, SMALL_PRODUCT
 from realhf.devices.half_precision import widened
+from realhf.models.param_spec import row_blocks
 
 _ROW_MULTIPLE = 32
 """Without gradients, bfloat16 rows on CPU are padded to a multiple of this: torch compiles a product anew for
@@ -27,6 +29,11 @@ every number of rows, and that changes from step to step in generation."""
 
 class Weight(torch.nn.Parameter):
     """A parameter, frozen at first, that sums up its gradients of a step."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states that the weight is multiplied with."""
+        return self.dtype
 
     total: Tensor | None = None
     """The sum of the gradients, a view of the gradient buffer; None before `collect`."""
@@ -80,6 +87,48 @@ class Weight(torch.nn.Parameter):
         self.is_empty = False
 
 
+class Int8Weight(Weight):
+    """A frozen weight q s in int8, with a scale for each output channel (realloc/quantise.py).
+
+    Whole numbers up to 127 are exact in every dtype. So x W^T = (x q^T) s is computed as a product in the
+    dtype of x, whose outputs are scaled.
+    """
+
+    scale_O: Tensor
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.scale_O.dtype
+
+    def dequantised(self) -> Tensor:
+        """Return q s in the dtype of the hidden states."""
+        return self.data.to(self.compute_dtype).mul_(self.scale_O[:, None])
+
+    def product(self, x_TI: Tensor, outputs: slice = slice(None)) -> Tensor:
+        """Return x W^T for some outputs; without gradients."""
+        values_OI = self.data[outputs]
+        scale_O = self.scale_O[outputs]
+        if int8_refusal("cuda" if x_TI.is_cuda else "cpu", x_TI.dtype, num_rows=len(x_TI)) is None:
+            if x_TI.is_cuda:
+                from realhf.nn.int8_kernel import int8_product
+
+                return int8_product(x_TI, values_OI, scale_O)
+            return torch._weight_int8pack_mm(x_TI.contiguous(), values_OI, scale_O)
+        y_TO = x_TI.new_empty(len(x_TI), len(values_OI))
+        block_numel = INT8_NUMEL * (CUDA_PARTS if x_TI.is_cuda else 1)
+        for rows in row_blocks(len(values_OI), values_OI.shape[1], block_numel):
+            y_TO[:, rows] = half_precision.affine(x_TI, values_OI[rows].to(x_TI.dtype))
+        return y_TO.mul_(scale_O)
+
+
+def converted_like(weight: Tensor) -> Tensor:
+    """Return a tensor of the shape and dtype with which products are computed; its values may have no
+    meaning."""
+    if isinstance(weight, Int8Weight):
+        return weight.scale_O.new_empty(1).expand(weight.shape)
+    return weight
+
+
 def collects(weight: Tensor) -> TypeGuard[Weight]:
     """Return whether a weight sums up its gradients itself."""
     return isinstance(weight, Weight) and weight.total is not None and weight.requires_grad
@@ -94,6 +143,8 @@ def _move(weight: Any) -> None:
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return y_TO = x W^T + b."""
+    if isinstance(weight_OI, Int8Weight):
+        return add_bias(weight_OI.product(x_TI), bias_O)
     if torch.is_grad_enabled() and (collects(weight_OI) or half_precision.needs_float32(x_TI)):
         return _Linear.apply(x_TI, weight_OI, bias_O)
     is_padded = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())

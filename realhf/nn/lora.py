@@ -15,7 +15,7 @@ from realhf.devices.half_precision import needs_float32
 from realhf.distributed.world import ParallelGroups
 from realhf.models.lora import LoraConfig, adapter_spec
 from realhf.models.model_config import ModelConfig
-from realhf.nn.linear import Weight, collects, linear
+from realhf.nn.linear import Int8Weight, Weight, collects, linear
 from realhf.nn.parameters import ShardedParameters
 
 
@@ -75,7 +75,8 @@ class Adapter:
         """The memory of merged weights. It stays the same, because recorded passes read it."""
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
-        multiply = linear if needs_float32(x_TI) else F.linear
+        by_ours = needs_float32(x_TI) or isinstance(self.weight, Int8Weight)
+        multiply = linear if by_ours else F.linear
         if self.merged_weight is not None:
             return multiply(x_TI, self.merged_weight, bias)
         y_TO = multiply(x_TI, self.weight, bias)

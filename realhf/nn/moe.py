@@ -29,7 +29,7 @@ from realhf.distributed.world import ParallelGroups
 from realhf.layout import even_split
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.nn.fused import TritonChains, chains_of
-from realhf.nn.linear import add_rows, collects, linear
+from realhf.nn.linear import Int8Weight, add_rows, collects, converted_like, linear
 from realhf.nn.linear import wide as wide_weight
 from realhf.nn.mlp import Activation
 
@@ -188,8 +188,9 @@ class Moe:
     @property
     def has_kernels(self) -> bool:
         """Whether grouped kernels compute the experts: then the host need not know how many rows each has."""
-        up_LFH = self.up.view(self.num_local, -1, self.down.shape[0] // self.num_local)
-        down_LHF = self.down.view(self.num_local, up_LFH.shape[2], -1)
+        up, down = (converted_like(weight) for weight in (self.up, self.down))
+        up_LFH = up.view(self.num_local, -1, self.down.shape[0] // self.num_local)
+        down_LHF = down.view(self.num_local, up_LFH.shape[2], -1)
         return takes_kernel(up_LFH) and takes_kernel(down_LHF)
 
     def _route(self, x_TH: Tensor, losses: RouterLosses | None) -> tuple[Tensor, Tensor]:
@@ -360,6 +361,10 @@ def grouped_linear(x_RI: Tensor, weight_NI: Tensor, groups: RowGroups) -> Tensor
     Uses torch's grouped kernel, which is faster, where it takes the operands, as in bfloat16 on a GPU. Else
     computes one product per group, for which the host must know how many rows each group has.
     """
+    if isinstance(weight_NI, Int8Weight) and x_RI.is_cuda:  # The host does not know the numbers of rows.
+        return grouped_linear(x_RI, weight_NI.dequantised(), groups)
+    if isinstance(weight_NI, Int8Weight):
+        return _by_group(x_RI, weight_NI, groups.counts)
     weight_LOI = weight_NI.view(len(groups.ends_L), -1, x_RI.shape[1])
     by_kernel = _kernel_takes(x_RI) and takes_kernel(weight_LOI)
     if by_kernel and not (torch.is_grad_enabled() and collects(weight_NI)):
@@ -374,6 +379,16 @@ def _by_kernel(x_RI: Tensor, weight_LOI: Tensor, groups: RowGroups) -> Tensor:
         return x_RI @ weight_LOI[0].T
     x_RI, weight_LOI = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (x_RI, weight_LOI))
     return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=groups.ends_L)
+
+
+def _by_group(x_RI: Tensor, weight: Int8Weight, counts: Sequence[int]) -> Tensor:
+    num_outputs = len(weight) // len(counts)
+    y_RO = x_RI.new_empty(len(x_RI), num_outputs)
+    parts = zip(x_RI[: sum(counts)].split(counts), y_RO[: sum(counts)].split(counts), strict=True)
+    for number, (x, y) in enumerate(parts):
+        if len(x):
+            y.copy_(weight.product(x, slice(number * num_outputs, (number + 1) * num_outputs)))
+    return y_RO
 
 
 def takes_kernel(weight_LOI: Tensor) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 from realhf.distributed.pieces import Shards, one_piece_each, pairs, shards_of
 from realhf.distributed.world import ParallelGroups
 from realhf.errors import UserError
-from realhf.models.param_spec import ModelSpec, ParamSpec, region_size
-from realhf.nn.linear import Weight
+from realhf.models.param_spec import SCALE, ModelSpec, ParamSpec, region_size
+from realhf.nn.linear import Int8Weight, Weight
 
 _DRAWN_NUMEL = 1 << 20
 """Random numbers to draw at a time."""
@@ -28,6 +28,8 @@ class ShardedParameters:
     one weight, and gate and up another. New parameters are zero and frozen: call `init_random` or load them,
     and call `enable_grad` to train them.
     """
+
+    weight_class: type[Weight] = Weight
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
@@ -61,7 +63,8 @@ class ShardedParameters:
         self._weight_of: dict[str, Weight] = {}
         for (layer, name), params in self._fused.items():
             whole = self.flat[self.offsets[params[0].name][0] : self.offsets[params[-1].name][1]]
-            weight = Weight(whole.view(-1, *self._shards[params[0].name].shape[1:]), requires_grad=False)
+            rows = whole.view(-1, *self._shards[params[0].name].shape[1:])
+            weight = self.weight_class(rows, requires_grad=False)
             self._by_layer.setdefault(layer, {})[name] = weight
             self._weight_of |= {p.name: weight for p in params}
         partial: dict[tuple[int, ...], list[str]] = {}
@@ -82,6 +85,11 @@ class ShardedParameters:
         if self.config.gated:
             name = re.sub(r"(^|_)(gate|up)(\.\w+)$", r"\1gate_up\3", name)
         return name if self.config.mla else re.sub(r"^[qkv](\.\w+)$", r"qkv\1", name)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The flat tensors of all parameters."""
+        return [self.flat]
 
     def of_layer(self, layer: int | None) -> Weights:
         """Return the weights of a layer (as in ParamSpec), by short name; none if it is on another stage."""
@@ -174,6 +182,32 @@ class ShardedParameters:
                 total = group.all_reduce(torch.cat(flats))
                 for flat, value in zip(flats, total.split([len(flat) for flat in flats]), strict=True):
                     flat.copy_(value)
+
+
+class Int8Parameters(ShardedParameters):
+    """The part of a model's parameters that a copy for generation has in int8, with their scales.
+
+    A reallocation fills both.
+    """
+
+    weight_class = Int8Weight
+
+    def __init__(self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype) -> None:
+        """`spec` is the whole table, and `dtype` that of the other parameters and of the scales."""
+        super().__init__(spec.part(int8=True), groups, dtype=torch.int8)
+        rows = {name + SCALE: region[:1] for name, region in self.regions.items()}
+        self._scales = groups.world.zeros(sum(map(region_size, rows.values())), dtype)
+        scale_of = shards_of(self._scales, rows)
+        self._pieces = {**self._pieces, **one_piece_each(scale_of, rows)}
+        for (layer, name), params in self._fused.items():
+            weight = self._by_layer[layer][name]
+            assert isinstance(weight, Int8Weight)
+            start = scale_of[params[0].name + SCALE].storage_offset()
+            weight.scale_O = self._scales[start:][: len(weight)]
+
+    @property
+    def memory(self) -> list[Tensor]:
+        return [self.flat, self._scales]
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ Shape suffixes: T tokens of all sequences end to end, H hidden, D head dim; on t
 key-value heads, V part of the vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.attention.interface import AttentionKind, Sequences, token_positions
 from realhf.distributed.group import sum_over_group
+from realhf.distributed.pieces import Shards
 from realhf.distributed.world import ParallelGroups
 from realhf.models.kv_blocks import cached_heads
 from realhf.models.model_config import ModelConfig
@@ -39,7 +40,7 @@ from realhf.nn.lora import Adapted, Adapter, Adapters
 from realhf.nn.mlp import Mlp, activation
 from realhf.nn.moe import Moe, RouterLosses, gathering
 from realhf.nn.norm import Norm
-from realhf.nn.parameters import ShardedParameters, Weights
+from realhf.nn.parameters import Int8Parameters, ShardedParameters, Weights
 from realhf.nn.rope import Angles, Rotary
 from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs
 
@@ -130,14 +131,16 @@ class Transformer(ShardedParameters):
     Either takes token ids on the first stage and hidden states on the others, and returns hidden states. The
     last stage turns those into `logits` or `scores`, or into log-probabilities with the `head`. `adapters`
     are separate LoRA parameters, whose outputs are added to those of the linear layers. With `float32_head`,
-    the products of a 16-bit `head` are computed in float32.
+    the products of a 16-bit `head` are computed in float32. With `int8`, which is for generation only, the
+    weights of linear layers are in int8.
     """
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None,
-        adapters: Adapters | None = None, float32_head: bool = False,
+        adapters: Adapters | None = None, float32_head: bool = False, int8: bool = False,
     ) -> None:
-        super().__init__(spec, groups, dtype=dtype, memory=memory)
+        super().__init__(spec.part(int8=False) if int8 else spec, groups, dtype=dtype, memory=memory)
+        self._int8 = Int8Parameters(spec, groups, dtype=dtype) if int8 else None
         self.float32_head = float32_head
         self.adapters = adapters
         self._layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
@@ -153,6 +156,27 @@ class Transformer(ShardedParameters):
         param = next(p for p in spec.params if p.short_name == "embedding.weight")
         self.vocab_range = param.region(groups.layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's logits: [start, stop)."""
+
+    def of_layer(self, layer: int | None) -> Weights:
+        weights = super().of_layer(layer)
+        return weights if self._int8 is None else {**weights, **self._int8.of_layer(layer)}
+
+    def fused(self, layer: int | None, weight_name: str) -> Mapping[str, int]:
+        if self._int8 is not None and weight_name in self._int8.of_layer(layer):
+            return self._int8.fused(layer, weight_name)
+        return super().fused(layer, weight_name)
+
+    def pieces(self) -> Shards:
+        return self._all_pieces
+
+    @cached_property
+    def _all_pieces(self) -> Shards:
+        pieces = super().pieces()
+        return pieces if self._int8 is None else {**pieces, **self._int8.pieces()}
+
+    @property
+    def memory(self) -> list[Tensor]:
+        return [self.flat] if self._int8 is None else [self.flat, *self._int8.memory]
 
     def _block(self, layer: int) -> Block:
         adapters = self.adapters.of_weights(self, layer) if self.adapters is not None else {}
@@ -319,7 +343,7 @@ class Transformer(ShardedParameters):
     @property
     def addresses(self) -> tuple[int, ...]:
         """The addresses of the weights that `advance` reads; while they stay, recorded passes are valid."""
-        flats = [self.flat] if self.adapters is None else [self.flat, self.adapters.flat]
+        flats = self.memory if self.adapters is None else [*self.memory, self.adapters.flat]
         merged = [adapter.merged_weight for adapter in self._adapted if adapter.merged_weight is not None]
         return tuple(x.data_ptr() for x in (*flats, *merged))
 

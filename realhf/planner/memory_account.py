@@ -161,6 +161,7 @@ class MemoryAccount:
         key = (state, role_name, layout)
         if key not in self._states:
             role = self.problem.roles[role_name]
+            role = role.in_int8 if layout.form == "int8" else role
             stages = range(layout.pp)
             by_stage = np.array([_STATES[state](role, layout.strategy, stage) for stage in stages], float)
             here = self.rank_shards(layout)
@@ -211,8 +212,12 @@ class _PlanAccount:
         self._layouts: dict[str, list[Layout]] = {role: [home] for role, home in self._homes.items()}
         for planned, call_plan in self._calls:
             layout = call_plan.layout
-            if planned.kind == "generate" and isinstance(problem.roles[planned.role].config, MegatronConfig):
-                layout = replace(layout, engine="native")  # A copy of its own, even where training is.
+            # A copy of its own, even where training is.
+            if planned.workload.weights == "int8":
+                layout = replace(layout, form="int8")
+            elif planned.kind == "generate" and isinstance(
+                problem.roles[planned.role].config, MegatronConfig):
+                layout = replace(layout, form="native")
             if layout not in (layouts := self._layouts[planned.role]):
                 layouts.append(layout)
 
@@ -255,11 +260,29 @@ class _PlanAccount:
         """Return the bytes of a role's weights in a layout, apart from those in shared memory."""
         size = self._account.state_bytes
         weights = size("weights", name, layout) * ~self._is_shared(name, layout)
+        if layout.form == "int8":
+            weights = weights + self._quantised_source(name, layout)
         if self._problem.roles[name].lora is not None:
             shards = self._account.rank_shards
             is_apart = layout == self._homes[name] or ~shards(layout).equals(shards(self._homes[name]))
             weights = weights + size("adapters", name, layout) * is_apart
         return weights
+
+    def _quantised_source(self, name: str, layout: Layout) -> np.ndarray:
+        """Return the bytes at home of what is quantised for a copy in another place.
+
+        Ranks that hold the same part in the copy quantise into it. Otherwise the replicas, which share the
+        optimizer, each have an equal part.
+        """
+        home = self._homes[name]
+        role = self._problem.roles[name]
+        numel = np.array([
+            shard.int8_params(role.generating.config, home.strategy, stage)[0] for stage in range(home.pp)])
+        here = self._account.rank_shards(home)
+        parts = home.strategy.num_replicas if role.trainable and role.lora is None else 1
+        is_apart = here.is_inside & ~here.equals(self._account.rank_shards(layout))
+        source: np.ndarray = numel[here.stage] / parts * is_apart
+        return source
 
     def _is_shared(self, name: str, layout: Layout) -> np.ndarray:
         """Return which ranks have a role's weights in the memory of its home, or of equal frozen weights.
@@ -269,8 +292,10 @@ class _PlanAccount:
         shards = self._account.rank_shards
         here = shards(layout)
         is_home = layout == self._homes[name]
-        is_apart = is_home or bool(layout.engine)
+        is_apart = is_home or bool(layout.form)
         is_shared = np.zeros(len(here.stage), bool) if is_apart else here.equals(shards(self._homes[name]))
+        if layout.form == "int8":
+            return is_shared
         source = self._problem.roles[name].source
         for other, role in self._problem.roles.items() if source is not None else ():
             if other == name and is_home:

@@ -70,6 +70,7 @@ class Workload:
     prompt_lengths: Lengths | None = None  # None: all prompts are as long as the mean.
     response_lengths: Lengths | None = None  # Their mean is `response_tokens`, and limit `max_new_tokens`.
     work_stealing: bool = True  # Generation: whether replicas take waiting prompts from others.
+    weights: str = "full"  # Generation: the precision of the weights (see calls.GenerationWeights).
     keeps_cache: bool = False  # Generation: keys and values of unfinished samples stay between rounds.
     turns: Turns | None = None
     """Generation: the turns of responses, whose lengths include what environments have answered."""
@@ -204,6 +205,7 @@ class ModelRole:
     nothing."""
     float32_head: bool = False  # The products of the head are computed in float32 (see experiment.Role).
     offloads_optimizer: bool = False  # The optimizer's state is in host memory between steps.
+    int8: bool = False  # It is a copy for generation, whose linear layers and experts are in int8.
 
     @property
     def itemsize(self) -> int:
@@ -214,6 +216,21 @@ class ModelRole:
         """The role for generation, which the native engine does for Megatron-Core."""
         config = self.config
         return replace(self, config=config.native()) if isinstance(config, MegatronConfig) else self
+
+    @cached_property
+    def in_int8(self) -> "ModelRole":
+        return replace(self.generating, int8=True)
+
+    @cached_property
+    def moved_itemsize(self) -> float:
+        """Mean bytes that a reallocation moves for a parameter. For a copy in int8, all ranks agree on the
+        scales by a ring, which sends each twice."""
+        if not self.int8 or self.lora is not None:
+            return self.itemsize
+        int8 = [param for param in self.spec.params if param.takes_int8]
+        numel = sum(param.numel for param in int8)
+        scales = 2 * self.itemsize * sum(param.shape[0] for param in int8)
+        return self.itemsize - ((self.itemsize - 1) * numel - scales) / self.spec.numel
 
     @property
     def wide_itemsize(self) -> int:
@@ -391,4 +408,6 @@ class Problem:
         """Return the role of a call, as the engine that runs the call sees it."""
         assert call.role is not None
         role = self.roles[call.role]
-        return role.generating if call.kind == "generate" else role
+        if call.kind != "generate":
+            return role
+        return role.in_int8 if self.workloads[call.name].weights == "int8" else role.generating

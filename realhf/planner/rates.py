@@ -317,7 +317,7 @@ class Rates(LinkRates):
         depth = shape.whole + shape.split / n
         compute = self.matmul(
             role, tokens=padded, params=shape.dense / n, depth=depth, speed=path.decode_speed,
-            weight_bytes=path.decode_weight_bytes)
+            weight_bytes=path.decode_weight_bytes or (1 if role.int8 else None))
         communication = 2 * self.all_reduce(padded * c.hidden_size * role.itemsize, tp) + np.zeros_like(rows)
         kernels = float(path.decode_kernels)
         if c.moe is not None:
@@ -355,10 +355,11 @@ class Rates(LinkRates):
         per_token = moe.num_experts_per_token
         used = used_experts(moe.num_experts, per_token, rows * ep.size) / ep.size
         routed = rows * per_token * busiest_load(rows * per_token * ep.size, ep.size, moe.num_experts)
+        is_cpu = self.cluster.device_type == "cpu"
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
             depth=c.hidden_size + moe.expert_width / n, speed=self.path.decode_speed,
-            weight_bytes=self.path.decode_weight_bytes)
+            weight_bytes=self.path.decode_weight_bytes or (1 if role.int8 and is_cpu else None))
         row = c.hidden_size * role.itemsize
         if self.path.gathers and ep.size > 1:
             exchange = self.all_reduce(rows * ep.size * row, ep)  # An all-gather and a reduce-scatter.
@@ -367,6 +368,8 @@ class Rates(LinkRates):
         else:
             exchange = 2 * self.all_to_all(routed * row, ep)
             moved = (self.path.expert_passes - (_EXCHANGED_PASSES if ep.size == 1 else 0)) * routed * row
+        if role.int8 and not is_cpu:  # All experts of a layer are converted first (nn/moe.py).
+            moved = moved + moe.num_experts / ep.size * shape.expert / n * (1 + role.itemsize)
         return shape.moe_share * products, shape.moe_share * moved, shape.moe_share * exchange
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:

@@ -65,28 +65,35 @@ def arrivals(
     A layout that is None is not decided: that copy and later ones count 0 seconds, less than they take.
     """
     role = problem.model_role(trainer)
-    complete_at: dict[tuple[str | None, ContiguousLayout], float] = {}
+    complete_at: dict[tuple[str | None, ContiguousLayout, bool], float] = {}
     is_sharded = home.strategy.num_replicas > 1
     if not is_sharded:
-        complete_at[trainer.role, home] = 0.0
+        complete_at[trainer.role, home, False] = 0.0
     elapsed = 0.0
     times: list[float] = []
     for call, layout in copies:
         if layout is None:
             break
-        if (call.role, layout) not in complete_at:
-            earlier = [held for name, held in complete_at if name == call.role] if is_sharded else []
+        copy = problem.model_role(call)
+        is_int8 = copy.int8 and copy.lora is None
+        if (call.role, layout, is_int8) not in complete_at:
+            whole = [held for name, held, *int8 in complete_at if name == call.role and not any(int8)]
+            earlier = whole if is_sharded and not is_int8 else []
             if not any(covers(_moved(role), held, layout) for held in earlier):
-                elapsed += reallocation_seconds(rates, role, home, layout)
-            complete_at[call.role, layout] = elapsed
-        times.append(complete_at[call.role, layout])
+                elapsed += reallocation_seconds(
+                    rates, role, home, layout, itemsize=copy.moved_itemsize if is_int8 else role.itemsize)
+            complete_at[call.role, layout, is_int8] = elapsed
+        times.append(complete_at[call.role, layout, is_int8])
     return (*times, *[0.0] * (len(copies) - len(times)))
 
 
 def reallocation_seconds(
-    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
+    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: float
 ) -> float:
-    """Return the seconds to move the trained parameters of a role from where it trains to another layout."""
+    """Return the seconds to move the trained parameters of a role from where it trains to another layout.
+
+    `itemsize` is the mean number of bytes that travel for a parameter.
+    """
     cluster = rates.cluster
     first = min(source.ranks[0], target.ranks[0])
     last = max(source.ranks[-1], target.ranks[-1])
@@ -96,7 +103,7 @@ def reallocation_seconds(
     links = Links.of_cluster(rates.cluster)
     links = replace(links, nic=links.nic / slowdown, host=links.host / slowdown)
     movement = estimate_movement(
-        links, _moved(role), source, target, itemsize=role.itemsize,
+        links, _moved(role), source, target, itemsize=itemsize,
         sharded=source.strategy.num_replicas > 1)
     return movement.seconds / rates.efficiencies.link + movement.num_waves * links.latency_seconds
 
@@ -246,7 +253,7 @@ class Movement(NamedTuple):
 
 
 def estimate_movement(
-    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: int,
+    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: float,
     sharded: bool = False,
 ) -> Movement:
     """Return the movement of a model from one layout to another.
@@ -278,7 +285,7 @@ def _moved_together(
 
 @lru_cache(maxsize=1 << 16)
 def _estimate(
-    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, itemsize: int,
+    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, itemsize: float,
     sharded: bool,
 ) -> Movement:
     per_host = min(links.devices_per_host, max(source.ranks.stop, target.ranks.stop))
@@ -410,7 +417,7 @@ class _Loads:
         self.alone_leaving += cells.source.sums(leaving * (members == have))
         self.direct_leaving += cells.source.sums(direct_leaving)
 
-    def movement(self, links: Links, taking_part: np.ndarray, *, itemsize: int) -> Movement:
+    def movement(self, links: Links, taking_part: np.ndarray, *, itemsize: float) -> Movement:
         """Return the movement over these links; `taking_part` tells which ranks hold or want something."""
         if self.received.max() <= _NOTHING * self.total:
             return Movement(0.0, 0)

@@ -97,6 +97,21 @@ def held_params(
 
 
 @lru_cache(maxsize=1 << 16)
+def int8_params(config: ModelConfig, strategy: ParallelStrategy, stage: int) -> tuple[int, int]:
+    """Return the parameters that a copy has in int8 on the fullest rank of a stage, and their rows."""
+    layers = np.array(_table(config).stage_layers(strategy, stage)) + 1
+    num_experts = config.moe.num_experts if config.moe else 1
+    numel = rows = 0
+    for (param, is_expert), counts in parameter_kinds(config, None, int8=True).items():
+        count = int(counts[layers].sum())
+        count = count * -(-num_experts // strategy.ep) // num_experts if is_expert else count
+        regions = [param.region(strategy.tp, index) for index in range(strategy.tp)]
+        numel += count * max(map(region_size, regions))
+        rows += count * max(stop - start for (start, stop), *_ in regions)
+    return numel, rows
+
+
+@lru_cache(maxsize=1 << 16)
 def in_section(
     config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None, section_numel: int
 ) -> tuple[int, int]:
@@ -159,13 +174,18 @@ def _table(config: ModelConfig, lora: LoraConfig | None = None) -> ModelSpec:
 
 
 @lru_cache(maxsize=64)
-def parameter_kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[ParamSpec, bool], np.ndarray]:
+def parameter_kinds(
+    config: ModelConfig, lora: LoraConfig | None, *, int8: bool = False
+) -> dict[tuple[ParamSpec, bool], np.ndarray]:
     """Return the number of parameters of each kind by layer; a kind has one shape, split and use by experts.
 
-    Layers count from 1; index 0 is the embedding, the last index is for the parameters after the last layer.
+    With `int8` they are only those that generation may hold in it. Layers count from 1; index 0 is the
+    embedding, the last index is for the parameters after the last layer.
     """
     counts: Counter[tuple[tuple[int, ...], int | None, int, bool, int]] = Counter()
     for p in _table(config, lora).params:
+        if int8 and not p.takes_int8:
+            continue
         layer = config.num_layers if p.layer is None else p.layer
         layer = 0 if p.short_name == "positions.weight" else layer  # They are on the first stage only.
         counts[p.shape, p.split_dim, p.num_units, p.expert is not None, layer + 1] += 1
@@ -280,7 +300,11 @@ def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> in
 
 def base_weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
     """Return the bytes of one copy of the weights without adapters."""
-    return num_params(role.spec, strategy, stage) * role.itemsize
+    num_bytes = num_params(role.spec, strategy, stage) * role.itemsize
+    if not role.int8:
+        return num_bytes
+    numel, rows = int8_params(role.config, strategy, stage)
+    return num_bytes - numel * (role.itemsize - 1) + rows * role.itemsize
 
 
 def adapter_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:

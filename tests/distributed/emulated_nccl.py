@@ -22,8 +22,8 @@ class Emulated:
         self._index = index
         self._size = size
 
-    def allreduce(self, tensors):
-        self._gloo.allreduce(tensors).wait()
+    def allreduce(self, tensors, *options):
+        self._gloo.allreduce(tensors, *options).wait()
         return Done()
 
     def broadcast(self, tensor, root):
@@ -110,8 +110,8 @@ class _OnDevice:
         self._gloo = gloo
         self._device = device
 
-    def allreduce(self, tensors):
-        return self._device.post(lambda: self._gloo.allreduce(tensors).wait())
+    def allreduce(self, tensors, *options):
+        return self._device.post(lambda: self._gloo.allreduce(tensors, *options).wait())
 
     def get_error(self):
         return ErrorType.SUCCESS

@@ -84,8 +84,8 @@ class RecordingBackend:
         self._inner = inner
         self._messages: list[tuple[bool, int, torch.Tensor]] | None = None
 
-    def allreduce(self, tensors):
-        return self._note("all_reduce", tensors[0], "allreduce", tensors)
+    def allreduce(self, tensors, *options):
+        return self._note("all_reduce", tensors[0], "allreduce", tensors, *options)
 
     def _allgather_base(self, out, own):
         assert out.numel() == own.numel() * len(self._ranks) and out.is_contiguous()

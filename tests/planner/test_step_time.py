@@ -251,7 +251,9 @@ def test_leaf_switches_by_hand():
     role = ModelRole(CONFIG, "float32", trainable=True)
     for target, slower in (("t2@2-3", 1), ("t2@4-5", 8)):
         near, far = (
-            reallocation_seconds(rates, role, placed("t2@0-1"), placed(target)) for rates in (plain, leaves)
+            reallocation_seconds(
+                rates, role, placed("t2@0-1"), placed(target), itemsize=role.itemsize)
+            for rates in (plain, leaves)
         )
         assert far == pytest.approx(slower * near, rel=1e-3)
 

@@ -6,7 +6,7 @@ from itertools import count
 
 import networkx as nx
 
-from realhf.calls import HostFunction
+from realhf.calls import Generate, HostFunction
 from realhf.distributed.tags import FIRST_INPUT
 from realhf.engine.hf_factory import class_spec
 from realhf.execution_plan import CallPlan, ExecutionPlan
@@ -149,8 +149,11 @@ class ParameterSet:
 
     def layout_of(self, call: FunctionCall, layout: Layout) -> Layout:
         """Return the layout of the copy with which a call runs; only the native engine generates."""
-        needs_copy = self.engine == "megatron" and call.kind == "generate"
-        return replace(layout, engine="native") if needs_copy else layout
+        if call.kind != "generate":
+            return layout
+        if call.work_as(Generate).weights == "int8":
+            return replace(layout, form="int8")
+        return replace(layout, form="native") if self.engine == "megatron" else layout
 
 
 def parameter_sets(roles: Mapping[str, Role]) -> dict[str, ParameterSet]:
@@ -358,18 +361,26 @@ def _copies(
     """Return the reallocations that update the copies in these layouts.
 
     The first copy of a set that trains on several replicas is made from the optimizer's shards. A later copy
-    is made from an earlier one if nothing has to move between them, so that it costs nothing.
+    is made from an earlier one if nothing has to move between them, so that it costs nothing; a copy of
+    weights in int8 always from the optimizer's.
     """
     name = params.name
     if not params.is_sharded(home):
         return [Reallocate(name, home, name, layout, ahead=ahead) for layout in layouts if layout != home]
     copies: list[Reallocate] = []
     for layout in layouts:
-        equal = (copy.target for copy in copies if moves_nothing(spec, source=copy.target, target=layout))
+        whole = [] if _is_int8(params, layout) else [copy.target for copy in copies]
+        equal = (
+            target for target in whole
+            if not _is_int8(params, target) and moves_nothing(spec, source=target, target=layout))
         earlier = next(equal, None)
         copies.append(
             Reallocate(name, earlier or home, name, layout, sharded=earlier is None, ahead=ahead))
     return copies
+
+
+def _is_int8(params: ParameterSet, layout: Layout) -> bool:
+    return layout.form == "int8" and not params.is_adapters
 
 
 def _receive(

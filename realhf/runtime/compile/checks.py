@@ -544,6 +544,7 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
 def check_step(experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless the experiment's parts and its step program suit the graph."""
     _check_resting_caches(experiment, graph, roles)
+    _check_int8(graph, roles)
     _check_hooks(experiment)
     checked_parts(experiment, graph)
     try_step_program(experiment, graph)
@@ -564,6 +565,21 @@ def _check_hooks(experiment: Experiment) -> None:
                 f"argument, the StepEvent ({error})") from error
         except ValueError:  # Some functions written in C do not tell their parameters.
             continue
+
+
+def _check_int8(graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
+    """Raise ValueError if a role cannot generate with weights in int8."""
+    for call in graph.of_kind("generate"):
+        if call.role is None or call.work_as(Generate).weights != "int8":
+            continue
+        role = roles[call.role]
+        name = "generation_weights"
+        if role.engine == "transformers":
+            why = f"{call.role}.engine is transformers, which has them in full precision only"
+            raise ValueError(f"{name} is int8, and {why}: set it to full")
+        if role.lora is not None and role.lora.merge:
+            why = f"{call.role}.lora.merge writes the adapters into weights of full precision"
+            raise ValueError(f"{name} is int8, and {why}: set {name} to full, or that to false")
 
 
 def _check_resting_caches(

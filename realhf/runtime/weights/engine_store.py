@@ -85,7 +85,7 @@ class ParameterCatalog:
 
     def is_same_part(self, name: str, layout: Layout, other: Layout, *, rank: int) -> bool:
         """Return whether a rank holds the same regions, in the same order, of a set in both layouts."""
-        if layout.engine != other.engine:
+        if layout.form != other.form:
             return False
         spec = self.specs[name]
         return list(spec.held_by(layout, rank).items()) == list(spec.held_by(other, rank).items())
@@ -188,17 +188,18 @@ class EngineStore:
         catalog = self._catalog
         settings = catalog.roles[role]
         memory = None  # The engine allocates its own.
-        equal = self._equal_home(role, layout)
+        is_int8 = layout.form == "int8"
+        equal = None if is_int8 else self._equal_home(role, layout)
         if equal is not None:
             memory = self._engines[equal].flat
             if equal in self._offloaded:
                 self._offloaded[key] = self._offloaded[equal]
-        elif role in catalog.offloaded:
+        elif role in catalog.offloaded and not is_int8:
             memory = self._unshared_memory(role, layout)
             self._offloaded[key] = OffloadedWeights(memory)
         adapters = self._equal_home(adapters_of(role), layout)
         with self.in_use(key):
-            self._engines[key] = engine_class(layout.engine or settings.engine)(
+            self._engines[key] = engine_class("native" if layout.form else settings.engine)(
                 catalog.specs[role], layout, self._world, dtype=settings.weights_dtype, optimizer=optimizer,
                 memory=memory, lora=catalog.loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
@@ -219,7 +220,7 @@ class EngineStore:
         catalog = self._catalog
         if name not in catalog.sets:  # The role has no adapters.
             return None
-        if not layout.engine and catalog.sets[name].engine == "megatron":
+        if not layout.form and catalog.sets[name].engine == "megatron":
             return None  # Megatron-Core allocates its own memory.
         for other in (name, *catalog.sets):
             home = (catalog.sets[other].role, catalog.home(other))

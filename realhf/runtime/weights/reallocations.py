@@ -20,6 +20,7 @@ from realhf.engine.base import DTYPES
 from realhf.layout import Layout
 from realhf.realloc.execute import Reallocator, ReallocStats, Staging
 from realhf.realloc.links import Links
+from realhf.realloc.quantise import Int8Reallocator, make_int8_schedules
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.runtime.compile.actions import Action, Reallocate, role_of
 from realhf.runtime.compile.equal_programs import require_equal_schedules
@@ -33,6 +34,7 @@ Copy = tuple[str, Layout]
 """A parameter set and the layout in which it is held."""
 LoadShards = Callable[[], AbstractContextManager[tuple[Shards | None, Shards | None]]]
 """Returns a context in which this rank's shards of a reallocation's source and target are on the device."""
+AnyReallocator = Reallocator | Int8Reallocator
 _NEVER = -1
 """Version of a copy that has never been made."""
 
@@ -85,7 +87,7 @@ class ThreadRunner:
         return self._pool.submit(task)
 
     def reallocate(
-        self, action: Reallocate, reallocator: Reallocator, load: LoadShards
+        self, action: Reallocate, reallocator: AnyReallocator, load: LoadShards
     ) -> InFlight[FinishedReallocation]:
         """Load the shards and move the parameters, after the earlier tasks."""
 
@@ -187,7 +189,7 @@ class StreamRunner:
         return PostedTask(value, now, begin=begin, end=end)
 
     def reallocate(
-        self, action: Reallocate, reallocator: Reallocator, load: LoadShards
+        self, action: Reallocate, reallocator: AnyReallocator, load: LoadShards
     ) -> InFlight[FinishedReallocation]:
         """Load the shards on the stream of the calls, wait for the other ranks, and post the messages.
 
@@ -264,17 +266,22 @@ class Reallocations:
         self._engines = engines
         self._runner = runner
         self._in_flight: dict[Copy, InFlight[FinishedReallocation]] = {}
-        self._reallocators: dict[Reallocate, Reallocator] = {}
+        self._reallocators: dict[Reallocate, AnyReallocator] = {}
         staging = Staging(world.device)
         mine = dict.fromkeys(_without_ahead(action) for action in actions if self._takes_part(action))
-        schedules = {action: self._schedule(action, links) for action in mine}
+        schedules = {action: self._schedules(action, links) for action in mine}
         # Before ranks meet for their groups, where they would wait for each other forever.
-        require_equal_schedules(
-            world, {_named(action): schedule.digest for action, schedule in schedules.items()})
-        for action, schedule in schedules.items():
-            self._reallocators[action] = Reallocator(
-                schedule, world, dtype=self._dtype(action), follow_rate=_follow_rate(action),
-                staging=staging, role=self._role(action), posts=runner.waits_for_ranks)
+        require_equal_schedules(world, {
+            _named(action): " ".join(schedule.digest for schedule in of_action)
+            for action, of_action in schedules.items()})
+        for action, of_action in schedules.items():
+            how: dict[str, Any] = {"staging": staging, "role": self._role(action)}
+            how |= {"dtype": self._dtype(action), "posts": runner.waits_for_ranks}
+            if len(of_action) == 2:
+                self._reallocators[action] = Int8Reallocator(of_action, world, **how)
+            else:
+                self._reallocators[action] = Reallocator(
+                    *of_action, world, follow_rate=_follow_rate(action), **how)
 
     def _role(self, action: Reallocate) -> str:
         return self._catalog.sets[action.target_set].role
@@ -282,11 +289,16 @@ class Reallocations:
     def _dtype(self, action: Reallocate) -> torch.dtype:
         return DTYPES[self._catalog.roles[self._role(action)].weights_dtype]
 
-    def _schedule(self, action: Reallocate, links: Links) -> Schedule:
-        return make_schedule(
-            self._catalog.specs[action.source_set], source=action.source, target=action.target,
-            itemsize=self._dtype(action).itemsize, sharded=action.sharded, links=links,
-            forward=_follow_rate(action) == 1)
+    def _schedules(
+        self, action: Reallocate, links: Links
+    ) -> tuple[Schedule] | tuple[Schedule, Schedule]:
+        """Return the schedule of a reallocation, or the two of one to a copy in int8."""
+        spec = self._catalog.specs[action.source_set]
+        how: dict[str, Any] = {"source": action.source, "target": action.target, "links": links}
+        how |= {"itemsize": self._dtype(action).itemsize, "sharded": action.sharded}
+        if action.target.form == "int8" and not self._catalog.sets[action.target_set].is_adapters:
+            return make_int8_schedules(spec, **how)
+        return (make_schedule(spec, **how, forward=_follow_rate(action) == 1),)
 
     def _takes_part(self, action: Reallocate) -> bool:
         return self._rank in action.source or self._rank in action.target
