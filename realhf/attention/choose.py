@@ -31,6 +31,7 @@ from realhf.errors import UserError
 from realhf.models.model_config import ModelConfig
 
 _Kernels = TypeVar("_Kernels", bound=AttentionKernels)
+_INT8_INPUTS = 16
 _INT8_ROWS = {"cpu": 16, "cuda": 128}
 _OLDEST_DEVICE = (8, 0)  # Compute capability (Ampere) from which FlashAttention-2 and bfloat16 work.
 
@@ -133,13 +134,15 @@ def grouped_refusal(device_type: str, dtype: torch.dtype) -> str | None:
     return None if is_legal else "the grouped kernel has no float64"
 
 
-def int8_refusal(device_type: str, dtype: torch.dtype, *, num_rows: int) -> str | None:
+def int8_refusal(device_type: str, dtype: torch.dtype, *, num_rows: int, num_inputs: int) -> str | None:
     """Return why no kernel multiplies so many rows with weights in int8 as they are stored; None if one does.
 
     More rows are multiplied faster with converted weights, as then the products take longer than the reading.
     """
     if dtype != torch.bfloat16:
         return "kernels for int8 weights have bfloat16 only"
+    if device_type == "cpu" and num_inputs % _INT8_INPUTS:  # It would read beyond the rows.
+        return f"torch's kernel takes multiples of {_INT8_INPUTS} inputs"
     most = _INT8_ROWS[device_type]
     return None if num_rows <= most else f"more than {most} rows"
 

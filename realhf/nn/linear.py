@@ -108,11 +108,14 @@ class Int8Weight(Weight):
         """Return x W^T for some outputs; without gradients."""
         values_OI = self.data[outputs]
         scale_O = self.scale_O[outputs]
-        if int8_refusal("cuda" if x_TI.is_cuda else "cpu", x_TI.dtype, num_rows=len(x_TI)) is None:
-            if x_TI.is_cuda:
-                from realhf.nn.int8_kernel import int8_product
+        num_rows, num_inputs = x_TI.shape
+        device_type = "cuda" if x_TI.is_cuda else "cpu"
+        refusal = int8_refusal(device_type, x_TI.dtype, num_rows=num_rows, num_inputs=num_inputs)
+        if refusal is None and num_rows and x_TI.is_cuda:
+            from realhf.nn.int8_kernel import int8_product
 
-                return int8_product(x_TI, values_OI, scale_O)
+            return int8_product(x_TI, values_OI, scale_O)
+        if refusal is None and num_rows:
             return torch._weight_int8pack_mm(x_TI.contiguous(), values_OI, scale_O)
         y_TO = x_TI.new_empty(len(x_TI), len(values_OI))
         block_numel = INT8_NUMEL * (CUDA_PARTS if x_TI.is_cuda else 1)
