@@ -142,7 +142,11 @@ class ExecutionPlan:
             if "layout" not in entry:
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
             try:
-                calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
+                layout = Layout.parse(entry["layout"])
+                if layout.form:
+                    why = "the weights of a generation belong to the experiment (generation_weights)"
+                    raise ValueError(f"layout ends in /{layout.form}: leave it out, as {why}")
+                calls[name] = CallPlan(**{**entry, "layout": layout})
             except ValueError as error:
                 raise ValueError(f"calls.{name}: {error}") from error
         return cls(calls, document.get("predicted", {}))

@@ -149,13 +149,13 @@ def int8_refusal(device_type: str, dtype: torch.dtype, *, num_rows: int, num_inp
 
 def kernel_choices(
     config: ModelConfig, dtype: torch.dtype, installed: Installed | None, *, generates: bool,
-    splits_logits: bool = False,
+    splits_logits: bool = False, int8: bool = False,
 ) -> list[KernelChoice]:
     """Return what computes the work of our own engine, on CUDA devices of a machine with this `installed`, or
     on a CPU if that is None. The same functions choose in a run.
 
-    `splits_logits` says that a generation has its vocabulary on several ranks. Raises UserError if no kernel
-    can compute a kind of layer.
+    `splits_logits` says that a generation has its vocabulary on several ranks, `int8` that it has weights in
+    int8. Raises UserError if no kernel can compute a kind of layer.
     """
     kinds = dict.fromkeys(AttentionKind.of(config, layer) for layer in range(config.num_layers))
     choices = [
@@ -169,6 +169,13 @@ def kernel_choices(
         if splits_logits and not refusal:
             refusal = "each rank has a part of the vocabulary"
         choices.append(KernelChoice("sampling", by_torch if refusal else chains, refusal or ""))
+    if int8:
+        device_type = "cpu" if installed is None else "cuda"
+        refusal = int8_refusal(device_type, dtype, num_rows=1, num_inputs=config.hidden_size)
+        refusal = refusal or f"more than {_INT8_ROWS[device_type]} rows with converted weights"
+        kernels = "torch's _weight_int8pack_mm" if installed is None else "realhf's Triton kernel"
+        is_converted = dtype != torch.bfloat16
+        choices.append(KernelChoice("weights in int8", "conversion" if is_converted else kernels, refusal))
     if config.moe is not None:
         refusal = grouped_refusal("cpu" if installed is None else "cuda", dtype)
         kernels = "one product for each expert" if refusal else "torch's grouped_mm"

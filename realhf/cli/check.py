@@ -127,10 +127,11 @@ def kernels_on_cuda(program: Program) -> dict[str, list[dict[str, str]]]:
             choices.append({"work": what, "kernels": library[role.engine], "reason": f"engine {role.engine}"})
         if role.engine != "transformers":
             splits = any(program.plan[call.name].layout.tp > 1 for call in generating)
+            int8 = any(call.work_as(Generate).weights == "int8" for call in generating)
             try:
                 choices += [choice._asdict() for choice in kernel_choices(
                     role.config(), getattr(torch, role.weights_dtype), installed, generates=bool(generating),
-                    splits_logits=splits)]
+                    splits_logits=splits, int8=int8)]
             except UserError as error:
                 choices.append({"work": "attention", "kernels": "none", "reason": str(error)})
     return found

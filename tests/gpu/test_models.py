@@ -16,6 +16,7 @@ from tests.gpu.models import (
     tokens,
     write_model,
 )
+from tests.reallocators import in_int8
 
 pytestmark = pytest.mark.gpu
 NUM_PROMPTS, PROMPT_LENGTH, NUM_NEW = 4, 8, 48
@@ -97,3 +98,21 @@ def test_a_head_in_float32_is_that_of_float32_operands(directories, device, name
         wanted = model.head.to_logits(product, temperature=1.0)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3-moe", "deepseek-v3"])
+def test_weights_in_int8(directories, device, name, record_property):
+    """In bfloat16, few tokens by the kernel and many with converted weights, against float32."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        engine = in_int8(engine_of(directories(name), device=device, dtype=dtype))
+        with torch.no_grad():
+            for copies in (1, 3):
+                ids = tokens(sum(LENGTHS)).repeat(copies).to(device)
+                found[dtype, copies] = engine.model.logits(engine.model(ids, LENGTHS * copies)).cpu()
+    for copies in (1, 3):
+        apart = _apart(found["bfloat16", copies], found["float32", copies])
+        record_property(f"logits of {copies * sum(LENGTHS)} tokens apart", apart)
+        assert apart < (0.2 if name in MOE_CASES else 0.05)  # Routers choose other experts by chance.
+    made = generate(engine, list(tokens(32).view(4, 8)), max_new_tokens=NUM_NEW)
+    assert torch.isfinite(made["gen_logprobs"].values).all()

@@ -15,6 +15,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
+from realhf.models.param_spec import region_size
 from realhf.planner.call_group import OPEN
 from realhf.planner.communicator_memory import CommunicatorMemory, Use, groups_of, use_of
 from realhf.planner.make import make_plan
@@ -53,7 +54,7 @@ def varied_problem(rng, **fields):
         if call.kind == "generate":
             workloads[call.name] = replace(
                 workloads[call.name], kv_cache_gib=rng.choice([None, None, 0.001]),
-                keeps_cache=rng.random() < 0.2)
+                keeps_cache=rng.random() < 0.2, weights=rng.choice(["full", "int8"]))
     evaluations = [
         PlannedCall(f"eval/{call.name}", "generate", call.role, Workload(64, 50, 60, 80),
                     (f"eval/{call.name}", rng.choice([call.name, "another"])), is_evaluation=True)
@@ -277,3 +278,23 @@ def test_the_table_adds_up():
         0.95 * 79.1 * 2**30 - sizes["reserve"])
     assert "context 1.07 GB, workspaces 134 MB, staging 268 MB" in check.reserve_sentence()
     assert "4 GB (5%) stay free for fragmentation" in check.reserve_sentence()
+
+
+@pytest.mark.parametrize("layout", ["d1@0", "t2p2@0-3", "p3t4@0-11", "d4e2t2@0-7"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-moe", "deepseek-v3"])
+def test_a_copy_in_int8_has_the_bytes_that_the_table_says(name, layout):
+    config = ModelConfig.from_hf(HF[name])
+    layout = Layout.parse(layout)
+    if layout.ep > 1 and config.moe is None:
+        return
+    role = ModelRole(config).in_int8
+    params = {param.name: param for param in role.spec.params}
+    most = dict.fromkeys(range(layout.pp), 0)
+    for rank in layout.ranks:
+        held = role.spec.held_by(layout, rank).items()
+        num_bytes = sum(
+            region_size(box) + 2 * (box[0][1] - box[0][0]) if params[key].takes_int8 else 2 * region_size(box)
+            for key, box in held)
+        stage = layout.coordinate(rank).pp
+        most[stage] = max(most[stage], num_bytes)
+    assert {stage: weights_bytes(role, layout.strategy, stage) for stage in most} == most

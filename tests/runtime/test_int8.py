@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from realhf import LoraConfig, PolicyLossConfig
+from realhf import LoraConfig, OptimizerConfig, PolicyLossConfig
+from realhf.distributed.world import World
 from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
+from realhf.runtime.doubts.rules import warnings_of
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import TIMED
 from tests.runtime.tiny import HF_CONFIG, Recorder, make_experiment, recording, role, write_task
@@ -73,7 +75,8 @@ def reference(pool):
 
 
 def numbers(metrics: dict) -> dict:
-    return {name: value for name, value in metrics.items() if not name.startswith((*TIMED, "realloc", "compute"))}
+    measured = (*TIMED, "realloc", "compute")
+    return {name: value for name, value in metrics.items() if not name.startswith(measured)}
 
 
 def assert_equal(ours, expected) -> None:
@@ -113,3 +116,48 @@ def test_it_is_another_policy_whose_mismatch_is_logged(reference, task):
     assert int8[1][0]["mismatch/max"] > 1e-3
     assert full[1][0]["mismatch/max"] < 1e-9
     assert int8[1][0]["mismatch/ess"] > 0.9
+
+
+def sevens(completions: list[str], **_: object) -> list[float]:
+    return [text.count("7") / max(1, len(text)) for text in completions]
+
+
+def test_the_reward_rises(task):
+    actor = replace(role(task), dtype="float32", optimizer=OptimizerConfig(lr=1e-2))
+    experiment = make_experiment(
+        "grpo", task, generation_weights="int8", loss=replace(LOSS, kl_coef=0.0), actor=actor,
+        reward_function=sevens, steps=12, eval_dataset=None)
+    plan = ExecutionPlan.from_dict({"calls": {
+        call.name: {"layout": "d1@0"} for call in experiment.graph().calls if call.kind != "host"}})
+    metrics = Trainer(compile_program(experiment, plan, world_size=1), World(), quiet=True).run().metrics
+    rewards = [step["reward/mean"] for step in metrics]
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ({"generation_weights": "int4"}, "generation_weights is int4: it must be one of full, int8"),
+    ({"engine": "transformers"}, "actor.engine is transformers, which has them in full precision only"),
+    ({"merge": True}, "actor.lora.merge writes the adapters into weights of full precision"),
+    ({"layout": "d1@0/int8"}, "calls.actor_generate: layout ends in /int8: leave it out"),
+])
+def test_what_cannot_be_is_refused(task, changes, sentence):
+    actor = role(task)
+    if "engine" in changes:
+        actor = replace(actor, engine="transformers")
+    if "merge" in changes:
+        actor = replace(actor, lora=LoraConfig(rank=4, export_merged=True, merge=True))
+    with pytest.raises(ValueError, match=sentence):
+        weights = changes.get("generation_weights", "int8")
+        experiment = make_experiment("grpo", task, generation_weights=weights, loss=LOSS, actor=actor)
+        calls = {call.name: {"layout": "d1@0"} for call in experiment.graph().calls if call.kind != "host"}
+        calls["actor_generate"] = {"layout": changes.get("layout", "d1@0")}
+        compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=1)
+
+
+@pytest.mark.parametrize("loss, warns", [(PolicyLossConfig(), True), (LOSS, False)])
+def test_weights_without_a_limit_are_doubted(task, loss, warns):
+    experiment = make_experiment("grpo", task, generation_weights="int8", loss=loss, eval_dataset=None)
+    calls = {call.name: {"layout": "d1@0"} for call in experiment.graph().calls if call.kind != "host"}
+    program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=1)
+    doubts = [text for text in warnings_of(program, None, {}) if "generation_weights is int8" in text]
+    assert len(doubts) == warns

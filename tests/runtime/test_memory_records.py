@@ -13,6 +13,7 @@ from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
 from realhf.inference import cache_memory
+from realhf.models.param_spec import model_spec
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import memory_lines
@@ -69,6 +70,22 @@ def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
             assert metrics[f"perf/predicted_counted_bytes/{call}"] == of_call[0]["predicted_counted_bytes"]
             assert summary[call]["counted"] >= metrics[f"perf/counted_bytes/{call}"]
             assert summary[call]["predicted"] == of_call[0]["predicted_counted_bytes"]
+
+
+def test_a_copy_in_int8_has_the_memory_that_is_predicted(tmp_path):
+    directory = write_task(tmp_path)
+    trainer = _trainer(directory, tmp_path / "run", predicts=True, generation_weights="int8")
+    trainer.run()
+    params = trainer._program.experiment.actor.config()
+    spec = model_spec(params)
+    int8 = [param for param in spec.params if param.takes_int8]
+    saved = sum(7 * param.numel - 8 * param.shape[0] for param in int8)
+    for event in read_jsonl(tmp_path / "run" / "timeline.jsonl"):
+        if "memory" in event:
+            assert event["memory"]["actor copy"] == 8 * spec.numel - saved
+            assert event["memory"]["actor weights"] == 8 * spec.numel
+            if event["name"] != "actor_generate":  # Its cache is predicted for rows of full length.
+                assert event["predicted_counted_bytes"] == event["counted_bytes"]
 
 
 @pytest.mark.slow

@@ -32,8 +32,9 @@ WITHOUT_LANGUAGE_MODELS: tuple[Callable[[Program], Warnings], ...] = (
 ABOUT_TEMPLATES: tuple[Callable[[Program], Warnings], ...] = (chats.two_templates, chats.other_templates)
 """They count if rows are chats."""
 ABOUT_TRAINING: tuple[Callable[[Program], Warnings], ...] = (
-    sampling.random_samples, sampling.equal_samples, training.of_the_algorithm, training.unchanged_graph,
-    training.filling_pools, training.unusual_training, rewards.unweighted, rewards.idle_shaping)
+    sampling.random_samples, sampling.equal_samples, sampling.coarse_weights, training.of_the_algorithm,
+    training.unchanged_graph, training.filling_pools, training.unusual_training, rewards.unweighted,
+    rewards.idle_shaping)
 ABOUT_TRAINING_ROWS: tuple[Callable[[Program, TokenizedDataset], Warnings], ...] = (
     training.repeated_rows, training.doubted_losses)
 ABOUT_TRAINING_PARTS: tuple[Callable[[str, TokenizedRows], Warnings], ...] = (data.equal_rows,)

@@ -84,6 +84,17 @@ def off_policy(program: Program) -> Iterator[str]:
             yield f"{what}: {call.role} trains on samples of another distribution than its log-probs tell"
 
 
+def coarse_weights(program: Program) -> Iterator[str]:
+    """Yield warnings about samples of weights in int8 whose importance weights nothing limits."""
+    loss = getattr(program.experiment, "loss", None)
+    in_int8 = any(work.weights == "int8" for work in program.graph.works(Generate))
+    if in_int8 and getattr(loss, "importance_cap", 0) is None and getattr(loss, "max_age", 0) is None:
+        yield (
+            "generation_weights is int8 and loss.importance_cap None: responses are sampled by a policy that "
+            "differs from the trainer's, and nothing corrects or limits that; set loss.proximal to "
+            "recomputed and loss.importance_cap to 2")
+
+
 def ignored(program: Program, graph: DataflowGraph) -> Iterator[str]:
     """Yield warnings about settings of generation that only the native engine reads."""
     for call in graph.of_kind("generate"):
