@@ -317,7 +317,7 @@ class Rates(LinkRates):
         depth = shape.whole + shape.split / n
         compute = self.matmul(
             role, tokens=padded, params=shape.dense / n, depth=depth, speed=path.decode_speed,
-            weight_bytes=path.decode_weight_bytes or (1 if role.int8 else None))
+            weight_bytes=path.decode_weight_bytes or self._stored_bytes(role))
         communication = 2 * self.all_reduce(padded * c.hidden_size * role.itemsize, tp) + np.zeros_like(rows)
         kernels = float(path.decode_kernels)
         if c.moe is not None:
@@ -331,6 +331,11 @@ class Rates(LinkRates):
         compute = compute + np.maximum(scores, read / self._memory)
         waits = ep.size > 1 and not path.gathers
         return self._launched(compute, kernels, recorded=path.recorded, waits=waits), communication
+
+    def _stored_bytes(self, role: ModelRole) -> int | None:
+        """Return the bytes that a kernel reads of a parameter in int8; None if it reads converted ones. On a
+        CPU float32 with converted weights was as fast as with full ones (docs/generation.md)."""
+        return 1 if role.int8 and (self.cluster.device_type == "cuda" or role.dtype == "bfloat16") else None
 
     def _cache_bytes(
         self, role: ModelRole, tp: int, *, rows: np.ndarray, context: np.ndarray,
@@ -359,7 +364,7 @@ class Rates(LinkRates):
         products = self.grouped_matmul(
             role, tokens=routed / used, groups=used, params=shape.expert / n,
             depth=c.hidden_size + moe.expert_width / n, speed=self.path.decode_speed,
-            weight_bytes=self.path.decode_weight_bytes or (1 if role.int8 and is_cpu else None))
+            weight_bytes=self.path.decode_weight_bytes or (self._stored_bytes(role) if is_cpu else None))
         row = c.hidden_size * role.itemsize
         if self.path.gathers and ep.size > 1:
             exchange = self.all_reduce(rows * ep.size * row, ep)  # An all-gather and a reduce-scatter.

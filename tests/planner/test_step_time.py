@@ -21,6 +21,7 @@ from realhf.planner.reallocation import arrivals, reallocation_seconds
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import busy_shares, dependencies, first_starts, predict
 from realhf.realloc.links import Links
+from realhf.realloc.quantise import make_int8_schedules
 from realhf.realloc.schedule import make_schedule
 from realhf.runtime.compile.actions import ParameterSet, _copies
 from tests.planner.problems import random_problem, ranks_and_seconds
@@ -161,6 +162,13 @@ def scheduled(source, target, *, sharded):
     return schedule.seconds / Rates(CLUSTER).efficiencies.link
 
 
+def scheduled_in_int8(source, target, *, sharded):
+    schedules = make_int8_schedules(
+        SPEC, source=Layout.parse(source), target=Layout.parse(target), itemsize=4, sharded=sharded,
+        links=Links.of_cluster(CLUSTER))
+    return sum(schedule.seconds for schedule in schedules) / Rates(CLUSTER).efficiencies.link
+
+
 def test_fine_tuning_pays_for_gathering_what_replicas_have_updated():
     """The only call waits in each step until its ranks have the parts of the others (ZeRO-1)."""
     space = SearchSpace(problem_of("train_step", pins=["d8@0-7"]), Rates(CLUSTER))
@@ -184,20 +192,26 @@ def test_copies_are_free_where_the_runtime_makes_them_of_others(seed):
     rng = random.Random(seed)
     texts = ["d8@0-7", "d2t4@0-7", "t8@0-7", "d4t2@0-7", "p2d4@0-7", "d4@0-3", "t2p2@4-7", "d2t2p2@0-7"]
     home, *users = (rng.choice(texts) for _ in range(rng.randint(2, 4)))
-    calls = calls_of(*["forward"] * len(users), "train_step")
-    problem = problem_of(*["forward"] * len(users), "train_step")
+    kinds = [rng.choice(["forward", "generate"]) for _ in users] + ["train_step"]
+    calls = calls_of(*kinds)
+    problem = problem_of(*kinds)
+    problem = replace(problem, workloads={  # Generation is in int8.
+        name: replace(work, weights="int8") for name, work in problem.workloads.items()})
     layouts = [*users, home]
     times = arrivals(
         Rates(CLUSTER), problem, calls[-1], placed(home), list(zip(calls, map(placed, layouts), strict=True)))
     parameters = ParameterSet("actor", "actor", trained=True)
     expected, elapsed = {}, 0.0
-    distinct = dict.fromkeys(map(Layout.parse, layouts))
-    for copy in _copies(parameters, Layout.parse(home), list(distinct), SPEC):
-        elapsed += scheduled(str(copy.source), str(copy.target), sharded=copy.sharded)
+    copies = [
+        Layout.parse(f"{layout}/int8" if kind == "generate" else layout)
+        for layout, kind in zip(layouts, kinds, strict=True)]
+    for copy in _copies(parameters, Layout.parse(home), list(dict.fromkeys(copies)), SPEC):
+        seconds = scheduled_in_int8 if copy.target.form else scheduled
+        elapsed += seconds(str(copy.source), str(copy.target), sharded=copy.sharded)
         expected[copy.target] = elapsed
-    for layout, time in zip(layouts, times, strict=True):
-        if Layout.parse(layout) in expected:
-            assert time == pytest.approx(expected[Layout.parse(layout)], rel=0.35, abs=1e-6)
+    for layout, time in zip(copies, times, strict=True):
+        if layout in expected:
+            assert time == pytest.approx(expected[layout], rel=0.35, abs=1e-6)
         else:  # The runtime copies nothing to this layout.
             assert time == 0
 
