@@ -487,7 +487,7 @@ class Generate(ModelWork):
     and `kv_cache_gib` given: timing and free memory decide which rows run together."""
     cuda_graphs: CudaGraphs = True
     cache_on_update: CacheOnUpdate = "recompute"
-    weights: GenerationWeights = "full"
+    generation_weights: GenerationWeights = "full"
     interruption: InsertedPhrase | None = None  # A phrase that is inserted into over-long responses.
     tokenizer: str | None = None
     """Directory of the tokenizer, which `sampling.stop` and `sampling.bad_words` need."""
@@ -510,7 +510,8 @@ class Generate(ModelWork):
             f"be one of {', '.join(ways)}")
         forms = get_args(get_args(GenerationWeights)[0])
         require(
-            self.weights in forms, "generation_weights", self.weights, f"be one of {', '.join(forms)}")
+            self.generation_weights in forms, "generation_weights", self.generation_weights,
+            f"be one of {', '.join(forms)}")
         require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
         gib = self.kv_cache_gib
         require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")

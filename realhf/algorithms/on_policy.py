@@ -110,7 +110,7 @@ class OnPolicy(Experiment):
     work_stealing: WorkStealing = Generate.work_stealing
     cuda_graphs: CudaGraphs = Generate.cuda_graphs
     cache_on_update: CacheOnUpdate = Generate.cache_on_update
-    generation_weights: GenerationWeights = Generate.weights
+    generation_weights: GenerationWeights = Generate.generation_weights
     interruption: Interruption | None = None
     """Ends over-long thinking by a phrase that is inserted into the response; None: nothing is inserted."""
     router_aux_loss_coef: float = 0.0
@@ -203,7 +203,8 @@ class OnPolicy(Experiment):
             sampling=sampling, seed=self.seed, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
             prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
             deterministic=self.deterministic, cuda_graphs=self.cuda_graphs,
-            cache_on_update=self.cache_on_update, weights=self.generation_weights, environment=turn_sources,
+            cache_on_update=self.cache_on_update, generation_weights=self.generation_weights,
+            environment=turn_sources,
             interruption=None if phrase is None else phrase.tokenized(self.tokenizer_dir()),
             tokenizer=self.tokenizer_dir() if sampling.reads_text else None)
         limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)

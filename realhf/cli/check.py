@@ -127,7 +127,7 @@ def kernels_on_cuda(program: Program) -> dict[str, list[dict[str, str]]]:
             choices.append({"work": what, "kernels": library[role.engine], "reason": f"engine {role.engine}"})
         if role.engine != "transformers":
             splits = any(program.plan[call.name].layout.tp > 1 for call in generating)
-            int8 = any(call.work_as(Generate).weights == "int8" for call in generating)
+            int8 = any(call.work_as(Generate).generation_weights == "int8" for call in generating)
             try:
                 choices += [choice._asdict() for choice in kernel_choices(
                     role.config(), getattr(torch, role.weights_dtype), installed, generates=bool(generating),

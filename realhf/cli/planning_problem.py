@@ -497,7 +497,7 @@ def _workload(
         steals = work.work_stealing and not keeps and work.environment is None
         of_call |= {"rounds": rounds, "keeps_cache": keeps, "work_stealing": steals}
         of_call |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
-        of_call["weights"] = work.weights
+        of_call["weights"] = work.generation_weights
         of_call["sorts_logits"] = work.sampling.top_p < 1 and work.sampling.temperature > 0
     elif isinstance(work, TopLogProbs):
         of_call["top_k"] = work.k

@@ -18,13 +18,13 @@ from tests.runtime.tiny import CHARACTERS, write_task
 CHANGED = {
     "sampling": SamplingConfig(max_new_tokens=7, stop="1="), "seed": 3, "max_rows": 5, "kv_cache_gib": 0.25,
     "prefill_tokens": 9, "work_stealing": False, "cuda_graphs": False, "cache_on_update": "keep",
-    "deterministic": True,
+    "deterministic": True, "generation_weights": "int8",
 }
 
 
 OPTIONS = (
     "max_rows", "kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs", "cache_on_update",
-    "deterministic")
+    "deterministic", "generation_weights")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

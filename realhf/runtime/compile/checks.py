@@ -570,7 +570,7 @@ def _check_hooks(experiment: Experiment) -> None:
 def _check_int8(graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
     """Raise ValueError if a role cannot generate with weights in int8."""
     for call in graph.of_kind("generate"):
-        if call.role is None or call.work_as(Generate).weights != "int8":
+        if call.role is None or call.work_as(Generate).generation_weights != "int8":
             continue
         role = roles[call.role]
         name = "generation_weights"

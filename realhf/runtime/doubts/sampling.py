@@ -87,7 +87,7 @@ def off_policy(program: Program) -> Iterator[str]:
 def coarse_weights(program: Program) -> Iterator[str]:
     """Yield warnings about samples of weights in int8 whose importance weights nothing limits."""
     loss = getattr(program.experiment, "loss", None)
-    in_int8 = any(work.weights == "int8" for work in program.graph.works(Generate))
+    in_int8 = any(work.generation_weights == "int8" for work in program.graph.works(Generate))
     if in_int8 and getattr(loss, "importance_cap", 0) is None and getattr(loss, "max_age", 0) is None:
         yield (
             "generation_weights is int8 and loss.importance_cap None: responses are sampled by a policy that "
