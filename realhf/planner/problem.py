@@ -222,15 +222,16 @@ class ModelRole:
         return replace(self.generating, int8=True)
 
     @cached_property
-    def moved_itemsize(self) -> float:
-        """Mean bytes that a reallocation moves for a parameter. For a copy in int8, all ranks agree on the
-        scales by a ring, which sends each twice."""
+    def moved_share(self) -> float:
+        """Bytes that a reallocation moves for a parameter of a linear layer, relative to one of the dtype.
+
+        For a copy in int8, all ranks agree on the scales by a ring, which sends each twice.
+        """
         if not self.int8 or self.lora is not None:
-            return self.itemsize
+            return 1.0
         int8 = [param for param in self.spec.params if param.takes_int8]
-        numel = sum(param.numel for param in int8)
-        scales = 2 * self.itemsize * sum(param.shape[0] for param in int8)
-        return self.itemsize - ((self.itemsize - 1) * numel - scales) / self.spec.numel
+        num_scales = sum(param.shape[0] for param in int8)
+        return 1 / self.itemsize + 2 * num_scales / sum(param.numel for param in int8)
 
     @property
     def wide_itemsize(self) -> int:

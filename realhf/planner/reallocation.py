@@ -46,6 +46,7 @@ class MovedModel(NamedTuple):
     config: ModelConfig
     lora: LoraConfig | None
     section_numel: int
+    int8_share: float = 1.0  # Bytes of a parameter that takes int8, relative to others.
 
 
 # Copies of trained weights
@@ -80,20 +81,16 @@ def arrivals(
             whole = [held for name, held, *int8 in complete_at if name == call.role and not any(int8)]
             earlier = whole if is_sharded and not is_int8 else []
             if not any(covers(_moved(role), held, layout) for held in earlier):
-                elapsed += reallocation_seconds(
-                    rates, role, home, layout, itemsize=copy.moved_itemsize if is_int8 else role.itemsize)
+                elapsed += reallocation_seconds(rates, copy if is_int8 else role, home, layout)
             complete_at[call.role, layout, is_int8] = elapsed
         times.append(complete_at[call.role, layout, is_int8])
     return (*times, *[0.0] * (len(copies) - len(times)))
 
 
 def reallocation_seconds(
-    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: float
+    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
 ) -> float:
-    """Return the seconds to move the trained parameters of a role from where it trains to another layout.
-
-    `itemsize` is the mean number of bytes that travel for a parameter.
-    """
+    """Return the seconds to move the trained parameters of a role from where it trains to another layout."""
     cluster = rates.cluster
     first = min(source.ranks[0], target.ranks[0])
     last = max(source.ranks[-1], target.ranks[-1])
@@ -103,14 +100,14 @@ def reallocation_seconds(
     links = Links.of_cluster(rates.cluster)
     links = replace(links, nic=links.nic / slowdown, host=links.host / slowdown)
     movement = estimate_movement(
-        links, _moved(role), source, target, itemsize=itemsize,
+        links, _moved(role), source, target, itemsize=role.itemsize,
         sharded=source.strategy.num_replicas > 1)
     return movement.seconds / rates.efficiencies.link + movement.num_waves * links.latency_seconds
 
 
 def _moved(role: ModelRole) -> MovedModel:
     """Return the parameters that training changes."""
-    return MovedModel(role.config, role.lora, role.trained_spec.section_numel)
+    return MovedModel(role.config, role.lora, role.trained_spec.section_numel, role.moved_share)
 
 
 # Boxes of parameters
@@ -151,11 +148,13 @@ def kinds_of(model: MovedModel, source: ParallelStrategy, target: ParallelStrate
     config = model.config
     on_two_stages = config.tied and (source.pp > 1 or target.pp > 1)
     by_kind: dict[tuple[int, bool, bool, bool], np.ndarray] = {}
+    none = np.zeros(config.num_layers + 2, np.int64)
+    int8 = {} if model.int8_share == 1 else parameter_kinds(config, model.lora, int8=True)
     for (param, is_expert), counts in parameter_kinds(config, model.lora).items():
         units = _WHOLE if param.split_dim is None else param.num_units
         if units and all(units % s.tp == 0 or units >= _FINE * s.tp for s in (source, target)):
             units = _EVEN
-        numel = counts * param.numel
+        numel = (counts - (1 - model.int8_share) * int8.get((param, is_expert), none)) * param.numel
         is_vocabulary = units != _WHOLE and not numel[1:-1].any()
         key = (units, is_expert, is_vocabulary, is_vocabulary and on_two_stages)
         by_kind[key] = by_kind.get(key, 0) + numel
@@ -253,7 +252,7 @@ class Movement(NamedTuple):
 
 
 def estimate_movement(
-    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: float,
+    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, *, itemsize: int,
     sharded: bool = False,
 ) -> Movement:
     """Return the movement of a model from one layout to another.
@@ -285,7 +284,7 @@ def _moved_together(
 
 @lru_cache(maxsize=1 << 16)
 def _estimate(
-    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, itemsize: float,
+    links: Links, model: MovedModel, source: ContiguousLayout, target: ContiguousLayout, itemsize: int,
     sharded: bool,
 ) -> Movement:
     per_host = min(links.devices_per_host, max(source.ranks.stop, target.ranks.stop))
@@ -417,7 +416,7 @@ class _Loads:
         self.alone_leaving += cells.source.sums(leaving * (members == have))
         self.direct_leaving += cells.source.sums(direct_leaving)
 
-    def movement(self, links: Links, taking_part: np.ndarray, *, itemsize: float) -> Movement:
+    def movement(self, links: Links, taking_part: np.ndarray, *, itemsize: int) -> Movement:
         """Return the movement over these links; `taking_part` tells which ranks hold or want something."""
         if self.received.max() <= _NOTHING * self.total:
             return Movement(0.0, 0)

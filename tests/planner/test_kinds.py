@@ -176,7 +176,7 @@ def test_reallocations_between_kinds_have_the_slower_links():
 
     def seconds(cluster, source, target):
         ends = [ContiguousLayout(lay.strategy, lay.ranks[0]) for lay in map(Layout.parse, (source, target))]
-        return reallocation_seconds(Rates(cluster), role, *ends, itemsize=role.itemsize)
+        return reallocation_seconds(Rates(cluster), role, *ends)
 
     for source, target in (("t2@0-1", "d2@2-3"), ("t2@0-1", "d2@0-1")):
         assert seconds(mixed, source, target) == seconds(fast, source, target) > 0

@@ -209,9 +209,12 @@ def test_copies_are_free_where_the_runtime_makes_them_of_others(seed):
         seconds = scheduled_in_int8 if copy.target.form else scheduled
         elapsed += seconds(str(copy.source), str(copy.target), sharded=copy.sharded)
         expected[copy.target] = elapsed
+    # In int8 two schedules follow each other. The replica that has the embedding sends most of the second one,
+    # which is half of this model, and the estimate spreads it over all replicas.
+    apart = 0.5 if any(layout.form for layout in copies) else 0.35
     for layout, time in zip(copies, times, strict=True):
         if layout in expected:
-            assert time == pytest.approx(expected[layout], rel=0.35, abs=1e-6)
+            assert time == pytest.approx(expected[layout], rel=apart, abs=1e-6)
         else:  # The runtime copies nothing to this layout.
             assert time == 0
 
@@ -265,9 +268,7 @@ def test_leaf_switches_by_hand():
     role = ModelRole(CONFIG, "float32", trainable=True)
     for target, slower in (("t2@2-3", 1), ("t2@4-5", 8)):
         near, far = (
-            reallocation_seconds(
-                rates, role, placed("t2@0-1"), placed(target), itemsize=role.itemsize)
-            for rates in (plain, leaves)
+            reallocation_seconds(rates, role, placed("t2@0-1"), placed(target)) for rates in (plain, leaves)
         )
         assert far == pytest.approx(slower * near, rel=1e-3)
 

@@ -86,7 +86,8 @@ def test_bytes_are_those_that_the_planner_predicts(pool):
     received = pool.run(_on_rank, {0, 3}, "d1@0", "d1@3", {}, False, torch.bfloat16)[3][2]
     spec = _any_spec({}, 2000)
     rows = sum(param.shape[0] for param in spec.params if param.takes_int8)
-    predicted = ModelRole(spec.config).in_int8.moved_itemsize * spec.numel
+    numel = sum(param.numel for param in spec.params if param.takes_int8)
+    predicted = 2 * (spec.numel - (1 - ModelRole(spec.config).in_int8.moved_share) * numel)
     # The planner counts a ring of many ranks, which sends each scale twice; one of two sends it once.
     assert received == round(predicted) - rows * 2
 
