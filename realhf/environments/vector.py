@@ -96,7 +96,7 @@ class Episodes(gymnasium.Wrapper):
         self._return += float(reward)
         if not (terminated or truncated):
             return observation, float(reward), False, False, {}
-        about: dict[str, Any] = {_RETURN: self._return}  # (The vector of environments shall not reset this one.)
+        about: dict[str, Any] = {_RETURN: self._return}  # (The vector shall not reset this environment.)
         if not terminated:
             about |= {_TRUNCATED: True, _FINAL: np.array(observation)}
         self._episode += 1
