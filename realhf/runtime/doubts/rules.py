@@ -24,7 +24,7 @@ ABOUT_ROLES: tuple[Callable[[Mapping[str, Role]], Warnings], ...] = (
 ABOUT_PROGRAMS: tuple[Callable[[Program], Warnings], ...] = (
     models.untrained_scores, models.contrary_fields, models.misspelt_fields, training.idle_ranks,
     held_out.unevaluated, training.unclear_rollouts, sampling.off_policy, rewards.faulty_rewards,
-    sampling.written_escapes, sampling.unlike_training)
+    sampling.written_escapes, sampling.unlike_training, data.odd_arrays)
 WITHOUT_LANGUAGE_MODELS: tuple[Callable[[Program], Warnings], ...] = (
     training.idle_ranks, training.of_the_algorithm, training.unchanged_graph, training.filling_pools,
     data.odd_arrays)
