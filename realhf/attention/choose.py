@@ -172,10 +172,9 @@ def kernel_choices(
     if int8:
         device_type = "cpu" if installed is None else "cuda"
         refusal = int8_refusal(device_type, dtype, num_rows=1, num_inputs=config.hidden_size)
-        refusal = refusal or f"more than {_INT8_ROWS[device_type]} rows with converted weights"
         kernels = "torch's _weight_int8pack_mm" if installed is None else "realhf's Triton kernel"
-        is_converted = dtype != torch.bfloat16
-        choices.append(KernelChoice("weights in int8", "conversion" if is_converted else kernels, refusal))
+        kernels = by_torch if refusal else f"{kernels}, up to {_INT8_ROWS[device_type]} rows"
+        choices.append(KernelChoice("weights in int8", kernels, refusal or ""))
     if config.moe is not None:
         refusal = grouped_refusal("cpu" if installed is None else "cuda", dtype)
         kernels = "one product for each expert" if refusal else "torch's grouped_mm"

@@ -91,7 +91,7 @@ class Int8Weight(Weight):
     """A frozen weight q s in int8, with a scale for each output channel (realloc/quantise.py).
 
     Whole numbers up to 127 are exact in every dtype. So x W^T = (x q^T) s is computed as a product in the
-    dtype of x, whose outputs are scaled.
+    dtype of x, whose outputs are scaled; in float16, where they could be too large, q is.
     """
 
     scale_O: Tensor
@@ -119,9 +119,13 @@ class Int8Weight(Weight):
             return torch._weight_int8pack_mm(x_TI.contiguous(), values_OI, scale_O)
         y_TO = x_TI.new_empty(len(x_TI), len(values_OI))
         block_numel = INT8_NUMEL * (CUDA_PARTS if x_TI.is_cuda else 1)
+        scales_outputs = x_TI.dtype != torch.float16  # There x q^T may exceed the range of the dtype.
         for rows in row_blocks(len(values_OI), values_OI.shape[1], block_numel):
-            y_TO[:, rows] = half_precision.affine(x_TI, values_OI[rows].to(x_TI.dtype))
-        return y_TO.mul_(scale_O)
+            weight_OI = values_OI[rows].to(x_TI.dtype)
+            if not scales_outputs:
+                weight_OI.mul_(scale_O[rows, None])
+            y_TO[:, rows] = half_precision.affine(x_TI, weight_OI)
+        return y_TO.mul_(scale_O) if scales_outputs else y_TO
 
 
 def converted_like(weight: Tensor) -> Tensor:

@@ -91,6 +91,13 @@ def test_products_are_those_of_the_dequantised_weight(dtype, num_rows, num_input
         torch.testing.assert_close(found, expected[:, outputs], rtol=bound, atol=bound)
 
 
+def test_large_inputs_stay_in_the_range_of_float16():
+    weight = Int8Weight(torch.full((16, 64), 127, dtype=torch.int8), requires_grad=False)
+    weight.scale_O = torch.full((16,), 1e-3, dtype=torch.float16)
+    found = weight.product(torch.full((2, 64), 100.0, dtype=torch.float16)).float()
+    torch.testing.assert_close(found, torch.full((2, 16), 64 * 100 * 0.127), rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("how", ["interpreted", "compiled"])
 def test_the_kernel_of_a_gpu(how):
     """By Triton's interpreter against the formula, and compiled for a GPU that is not here."""

@@ -209,8 +209,8 @@ def test_copies_are_free_where_the_runtime_makes_them_of_others(seed):
         seconds = scheduled_in_int8 if copy.target.form else scheduled
         elapsed += seconds(str(copy.source), str(copy.target), sharded=copy.sharded)
         expected[copy.target] = elapsed
-    # In int8 two schedules follow each other. The replica that has the embedding sends most of the second,
-    # which is half of this model, and the estimate spreads it over all replicas.
+    # In int8 two schedules follow each other. The replica that has the embedding, half of this model, sends
+    # most of the second one, and the estimate spreads it over all replicas.
     apart = 0.5 if any(layout.form for layout in copies) else 0.35
     for layout, time in zip(copies, times, strict=True):
         if layout in expected:
