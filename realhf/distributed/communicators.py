@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,10 @@ NCCL_SETTINGS = {
     "NCCL_LAUNCH_RACE_FATAL": "1",
 }
 """Environment variables of a worker, unless the user has set them; they are read when NCCL starts."""
+_ORDERED_FROM = (2, 26)
+"""NCCL's version from which it begins kernels in the order of their posts."""
+Chain = Literal["calls", "background"]
+"""The posts for which calls wait at once, or those beside which calls go on: gradients, reallocations."""
 _NUM_MARKS = 1 << 14
 """More operations than can wait on a stream at a time; after this many, the marks begin again at 0."""
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
@@ -70,6 +74,13 @@ def set_nccl_environment() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def begins_in_order() -> bool:
+    """Return whether NCCL begins the kernels of several communicators in the order of their posts."""
+    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1") != "1":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.nccl.version() >= _ORDERED_FROM
 
 
 class _DeviceLane:
@@ -129,7 +140,9 @@ class Communicators:
         self._lanes: dict[int, _DeviceLane | _HostLane] = {}
         """Stream -> the operations for which it waits."""
         self._lock = threading.Lock()
-        self._chain: torch.cuda.Stream | None = None
+        self._chains: dict[Chain, torch.cuda.Stream] = {}
+        self.posting: Chain = "calls"
+        """The chain of the newest post."""
         self.fault = ""
         """Why all communicators have been aborted; empty as long as they work."""
 
@@ -167,26 +180,30 @@ class Communicators:
         return list(oldest.values())
 
     @contextmanager
-    def in_order(self) -> Iterator[bool]:
-        """Let operations of the block begin only when all earlier ones, of any communicator, have completed.
+    def in_order(self, chain: Chain = "calls") -> Iterator[bool]:
+        """Let operations of the block begin only when all earlier ones of their chain, of any communicator,
+        have completed, and all earlier ones of the other chain have begun.
 
-        On CUDA, posts form a chain on a stream of their own, beside which computation goes on, and this
-        yields True: the block must then wait for its work, which makes that stream wait and not the host.
-        Operations in a CUDA graph are not in the chain: a stream must `join` the chain before the replay.
+        On CUDA, a chain is a stream of its own, beside which computation goes on, and this yields True: the
+        block must then wait for its work, which makes that stream wait and not the host. NCCL lets kernels
+        begin in the order of their posts (NCCL_LAUNCH_ORDER_IMPLICIT); where it does not, there is only one
+        chain. Operations in a CUDA graph are in none: a stream must `join` the chains before the replay.
         """
+        self.posting = chain if begins_in_order() else "calls"
         if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             yield False
             return
-        if self._chain is None:
-            self._chain = torch.cuda.Stream()
-        self._chain.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._chain):
+        stream = self._chains.get(self.posting)
+        if stream is None:
+            stream = self._chains[self.posting] = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield True
 
     def join(self) -> None:
         """Let the current stream wait for all posts so far."""
-        if self._chain is not None:
-            torch.cuda.current_stream().wait_stream(self._chain)
+        for stream in self._chains.values():
+            torch.cuda.current_stream().wait_stream(stream)
 
     def failure(self) -> str:
         """Return what is wrong with a communicator that has failed, or an empty string."""

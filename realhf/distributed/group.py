@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from realhf.distributed.communicators import Operation
+from realhf.distributed.communicators import Chain, Operation
 from realhf.distributed.process import WatchedProcess
 from realhf.models.param_spec import chunk_body, chunk_edges
 
@@ -216,6 +216,7 @@ class Group:
 
         Every member gets the sum of its own chunk (see `chunk_edges`). On NCCL this is one collective of
         equal chunks, which leaves out the elements that the last chunk has beyond them: see `sum_rests`.
+        Other collectives go on beside it.
         """
         if not self._native:
             return self._post_reduce_scatter(self._chunks(flat), "reduce_scatter")
@@ -223,7 +224,13 @@ class Group:
         if not body:
             return lambda: None
         my_chunk = flat[body * self.index :][:body]
-        return self._run("reduce_scatter", "_reduce_scatter_base", my_chunk, flat[: body * self.size]).wait
+        whole = flat[: body * self.size]
+        return self._run("reduce_scatter", "_reduce_scatter_base", my_chunk, whole, chain="background").wait
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether `post_reduce_scatter` takes no memory besides its tensor, as on NCCL."""
+        return self._native
 
     def sum_rests(self, flats: Sequence[torch.Tensor]) -> None:
         """Sum what `post_reduce_scatter` has left out of these tensors, in one collective."""
@@ -250,16 +257,20 @@ class Group:
             self._run("broadcast", "broadcast", joined, self.size - 1).wait()
             _copy_to(rests, joined)
 
-    def _run(self, name: str, method: str, *arguments: Any) -> Pending:
+    def _run(self, name: str, method: str, *arguments: Any, chain: Chain | None = None) -> Pending:
         """Post a collective on NCCL."""
-        work, operation = self._launch(name, lambda: getattr(self._backend, method)(*arguments))
+        work, operation = self._launch(name, lambda: getattr(self._backend, method)(*arguments), chain)
         return Pending([(work, self.ranks)], process=self._process, operation=operation)
 
-    def _launch(self, name: str, post: Callable[[], Any]) -> tuple[Any, Operation]:
+    def _launch(
+        self, name: str, post: Callable[[], Any], chain: Chain | None = None
+    ) -> tuple[Any, Operation]:
         """Post a work on NCCL, in order with those of other groups; return it with its Operation."""
         self.require_working()
         operation = self.new_operation(name)
-        with peer_errors(self.ranks), self._process.communicators.in_order() as is_chained:
+        if chain is None:
+            chain = "background" if self._purpose == "realloc" else "calls"
+        with peer_errors(self.ranks), self._process.communicators.in_order(chain) as is_chained:
             work = post()
             if is_chained:
                 work.wait()

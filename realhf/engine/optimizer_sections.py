@@ -12,7 +12,7 @@ from realhf.models.param_spec import ParamSpec, Region, chunk_edges, region_size
 from realhf.nn.parameters import ShardedParameters
 
 _MAX_IN_FLIGHT = 2
-"""Sums over replicas at a time; with gloo, each takes memory for the messages of the other replicas."""
+"""Sums over replicas at a time, over gloo: each takes memory for the messages of the other replicas."""
 
 
 class Section(NamedTuple):
@@ -137,7 +137,7 @@ class GradientSums:
     def _begin(self, section: Section) -> None:
         self._model.finish_grads(section.names)
         self._has_rests = True
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+        while len(self._in_flight) >= _MAX_IN_FLIGHT and not section.group.sums_in_place:
             self._in_flight.popleft()()
         self._in_flight.append(section.group.post_reduce_scatter(section.grads))
 

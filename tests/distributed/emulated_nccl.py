@@ -59,6 +59,7 @@ class NcclWorld(World):
     def __init__(self, **options: Any) -> None:
         self.log = PostLog()
         super().__init__(**options)
+        self.log.communicators = self.process.communicators
 
     def group(self, ranks, *, purpose="data"):
         group = super().group(ranks, purpose=purpose)

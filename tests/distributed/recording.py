@@ -1,17 +1,19 @@
 """Records what ranks post to their communicators, and finds orders in which they would wait for one another.
 
-NCCL executes the posts of a rank in their order, as if they formed one chain, and a post ends only when the
-other members have come to it. So the chains of all ranks must drain: a post advances when it is at the head
-of the list of every member.
+A rank's posts form chains. A post begins when the post before it has ended in its chain and on its
+communicator, and when all earlier posts of the rank have begun. It ends when the other members have begun it,
+too. So the posts of all ranks must drain.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from realhf.distributed.communicators import Chain, Communicators
 from realhf.distributed.group import Group
 from realhf.distributed.process import WatchedProcess
 from realhf.distributed.world import OVER_GLOO, World
@@ -33,6 +35,7 @@ class Post:
     dtype: torch.dtype
     sends: tuple[tuple[int, int], ...] = ()
     recvs: tuple[tuple[int, int], ...] = ()
+    chain: Chain = "calls"
 
     @property
     def what(self) -> tuple[object, ...]:
@@ -44,10 +47,14 @@ class Post:
 
 
 class PostLog:
-    """The posts of one rank in their order. Only one thread may post."""
+    """The posts of one rank in their order. Only one thread may post.
 
-    def __init__(self) -> None:
+    The `communicators` of its process tell the chain of each post; None: there is one chain.
+    """
+
+    def __init__(self, communicators: Communicators | None = None) -> None:
         self.posts: list[Post] = []
+        self.communicators = communicators
         self._thread: threading.Thread | None = None
 
     def add(self, post: Post) -> None:
@@ -55,6 +62,8 @@ class PostLog:
         first = self._thread = self._thread or now
         if now is not first:
             raise AssertionError(f"two threads post: {first.name}, and {now.name} {post}")
+        if self.communicators is not None:
+            post = replace(post, chain=self.communicators.posting)
         self.posts.append(post)
 
 
@@ -147,7 +156,7 @@ class RecordedWorld(World):
         self.process = WatchedProcess()
         self.ranks_per_host = size
         self.memory = None
-        self.log = PostLog()
+        self.log = PostLog(self.process.communicators)
         self._groups = {}
 
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
@@ -164,28 +173,41 @@ class RecordedWorld(World):
 
 def fault_of(logs: Mapping[int, Sequence[Post]]) -> str:
     """Return why the posts of these ranks do not all complete, or an empty string if they do."""
-    lists = {rank: list(posts)[::-1] for rank, posts in logs.items()}
-    ready = list(lists)
+    left = {rank: deque(posts) for rank, posts in logs.items()}
+    ready = list(left)
     while ready:
         rank = ready.pop()
-        members = _together(rank, lists)
-        if isinstance(members, str):
-            return members
-        for member in members:
-            lists[member].pop()
-        ready += members
-    stuck = {rank: posts[-1] for rank, posts in lists.items() if posts}
+        for post in _begun(left[rank]):
+            members = _together(rank, post, left)
+            if isinstance(members, str):
+                return members
+            for member, theirs in members.items():
+                left[member].remove(theirs)  # The first equal one: that of its communicator that has begun.
+            if members:
+                ready += members
+                break
+    stuck = {rank: posts[0] for rank, posts in left.items() if posts}
     return "; ".join(f"rank {rank} waits in {post}" for rank, post in sorted(stuck.items()))
 
 
-def _together(rank: int, lists: Mapping[int, list[Post]]) -> list[int] | str:
-    """Return the ranks whose first posts complete together with that of `rank`; none if one must wait.
+def _begun(posts: Sequence[Post]) -> Iterator[Post]:
+    """Yield the posts of a rank that have begun, given all that have not ended."""
+    chains: set[str] = set()
+    communicators: set[str] = set()
+    for post in posts:
+        if post.chain in chains or post.communicator in communicators:
+            return
+        chains.add(post.chain)
+        communicators.add(post.communicator)
+        yield post
+
+
+def _together(rank: int, first: Post, left: Mapping[int, Sequence[Post]]) -> dict[int, Post] | str:
+    """Return the posts that complete together with one of `rank` that has begun, by rank; none if one must
+    wait.
 
     Return a sentence if the posts contradict one another.
     """
-    if not lists[rank]:
-        return []
-    first = lists[rank][-1]
     found = {rank: first}
     queue = [rank]
     while queue:
@@ -193,11 +215,11 @@ def _together(rank: int, lists: Mapping[int, list[Post]]) -> list[int] | str:
         post = found[here]
         peers = post.ranks if post.operation != MESSAGES else [peer for peer, _ in (*post.sends, *post.recvs)]
         for peer in dict.fromkeys(peers):
-            if not lists[peer] or lists[peer][-1].communicator != first.communicator:
-                return []
-            theirs = lists[peer][-1]
+            theirs = next((x for x in _begun(left[peer]) if x.communicator == first.communicator), None)
+            if theirs is None:
+                return {}
             if theirs.operation == MESSAGES and not _names(theirs, here):
-                return []  # It first exchanges messages with others.
+                return {}  # It first exchanges messages with others.
             if post.operation != MESSAGES and theirs.what != post.what:
                 return f"rank {here} posts {post}, and rank {peer} {theirs}"
             if post.operation == MESSAGES and not _match(here, post, peer, theirs):
@@ -205,7 +227,7 @@ def _together(rank: int, lists: Mapping[int, list[Post]]) -> list[int] | str:
             if peer not in found:
                 found[peer] = theirs
                 queue.append(peer)
-    return list(found)
+    return found
 
 
 def _names(post: Post, rank: int) -> bool:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,3 +120,94 @@ def test_a_second_thread_that_posts_fails_at_once():
     thread.join()
     assert errors == ["two threads post: MainThread, and second messages of 12 bytes on weights"]
     assert len(log.posts) == 1
+
+
+def _with_chains(logs, draw):
+    """Return the same posts in two chains, each communicator in one of them."""
+    names = sorted({post.communicator for posts in logs.values() for post in posts})
+    chain_of = {name: draw.choice(["calls", "background"]) for name in names}
+    return {
+        rank: [replace(post, chain=chain_of[post.communicator]) for post in posts]
+        for rank, posts in logs.items()}
+
+
+def _drains_by_simulation(logs):
+    """Begin and end posts one by one, in any order that a device might take (another independent rule)."""
+    begun = {rank: [] for rank in logs}  # Numbers of the posts that have begun, and not ended.
+    following = dict.fromkeys(logs, 0)
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, posts in logs.items():
+            number = following[rank]
+            busy = {posts[i].chain for i in begun[rank]} | {posts[i].communicator for i in begun[rank]}
+            if number < len(posts) and not busy & {posts[number].chain, posts[number].communicator}:
+                begun[rank].append(number)
+                following[rank] += 1
+                is_moving = True
+        for rank, posts in logs.items():
+            for number in list(begun[rank]):
+                post = posts[number]
+                ends = {rank, *(peer for peer, _ in (*post.sends, *post.recvs))}
+                found = {
+                    r: i for r in (post.ranks if post.operation != "messages" else ends) for i in begun[r]
+                    if logs[r][i].communicator == post.communicator}
+                others = [logs[r][i] for r, i in found.items()]
+                meets = all({r, *(p for p, _ in (*x.sends, *x.recvs))} == ends for r, x in zip(
+                    found, others, strict=True)) if post.operation == "messages" else True
+                if len(found) == len(post.ranks if post.operation != "messages" else ends) and meets and len(
+                        {(x.operation, x.num_bytes) for x in others}) == 1:
+                    for r, i in found.items():
+                        begun[r].remove(i)
+                    is_moving = True
+    return all(following[rank] == len(posts) and not begun[rank] for rank, posts in logs.items())
+
+
+@pytest.mark.parametrize("seed", drawn(range(50), 10))
+def test_two_chains_drain_where_one_does_and_swaps_are_found(seed):
+    """Posts of the other chain have begun before: so two chains may overlap, and never wait in a ring that
+    one chain would not have."""
+    draw = random.Random(1000 + seed)
+    logs = _with_chains(_random_logs(draw), draw)
+    assert fault_of(logs) == "" and _drains_by_simulation(logs)
+    for rank, posts in logs.items():
+        for i in range(len(posts) - 1):
+            swapped = {**logs, rank: [*posts[:i], posts[i + 1], posts[i], *posts[i + 2 :]]}
+            assert (fault_of(swapped) == "") == _drains_by_simulation(swapped)
+
+
+def test_a_post_waits_for_the_beginning_of_the_other_chain_only():
+    """Rank 1 comes to the sums of gradients last. Its peers on a tp group go on meanwhile, but not beyond a
+    second sum: it begins after the first one has ended."""
+    tp = Post("tp", (0, 2), "all_reduce", 4, F32)
+    sums = Post("dp", (0, 1), "reduce_scatter", 4, F32, chain="background")
+    tp_1 = Post("tp 1", (1, 3), "all_reduce", 4, F32)
+    logs = {0: [sums, tp], 2: [tp], 1: [tp_1, sums], 3: [tp_1]}
+    assert fault_of(logs) == ""
+    unfinished = {**logs, 1: []}
+    del unfinished[3]
+    assert fault_of(unfinished) == "rank 0 waits in reduce_scatter of 4 bytes on dp"
+    one_chain = {rank: [replace(post, chain="calls") for post in posts] for rank, posts in unfinished.items()}
+    assert "rank 2 waits in all_reduce" in fault_of(one_chain)
+    second = {**unfinished, 0: [sums, replace(sums), tp]}
+    assert "rank 2 waits in all_reduce" in fault_of(second)
+
+
+@pytest.mark.parametrize("setting, chains", [("1", ["calls", "background"]), ("0", ["calls", "calls"])])
+def test_gradients_and_reallocations_are_posted_beside_calls(monkeypatch, setting, chains):
+    """Without NCCL's order of launches there is one chain."""
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", setting)
+    process = WatchedProcess()
+    log = PostLog(process.communicators)
+
+    def group(purpose):
+        backend = RecordingBackend(purpose, (0, 1), 0, log)
+        return Group((0, 1), 0, backend, native=True, process=process, purpose=purpose)
+
+    data, weights = group("data"), group("realloc")
+    data.all_reduce(torch.zeros(3))
+    data.post_reduce_scatter(torch.zeros(256))()
+    data.sum_rests([torch.zeros(257)])
+    weights.exchange([(1, torch.zeros(3))], [])
+    calls, background = chains
+    assert [post.chain for post in log.posts] == [calls, background, calls, background]
