@@ -18,7 +18,7 @@ exchange, n and k after it; E dims of values, W numbers that one token sends to 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.nn.fused import CachePlace, chains_of, takes_bias
 from realhf.nn.linear import add_bias, wide
 from realhf.nn.lora import Adapted, adapted_linear
-from realhf.nn.norm import Norm, rms_norm
+from realhf.nn.norm import Norm
 from realhf.nn.parameters import Weights
 from realhf.nn.rope import Angles, rotate
 
@@ -199,7 +199,7 @@ class LatentAttention:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, tp: Group, adapters: Adapted
+        self, config: ModelConfig, weights: Weights, layer: int, tp: Group, adapters: Adapted
     ) -> None:
         assert config.mla is not None
         self.config = config
@@ -208,12 +208,12 @@ class LatentAttention:
         self.adapters = adapters
         modules = ("q", "q_a", "q_b", "kv_a", "kv_b", "o")
         self.linears = {name: weights[f"{name}.weight"] for name in modules if f"{name}.weight" in weights}
-        self.q_a_norm = weights.get("q_a_norm.weight")
-        self.kv_a_norm = weights["kv_a_norm.weight"]
+        self.q_a_norm, self.kv_a_norm = (
+            Norm(config, weights, module, eps=_NORM_EPS) for module in ("q_a_norm", "kv_a_norm"))
         self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
         self.kind = AttentionKind.of(config, layer)
         mla = config.mla
-        norm = self.kv_a_norm
+        norm = weights["kv_a_norm.weight"]
         dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         packed_backend(norm.device, AttentionShape(self.kind, dim, mla.v_head_dim, norm.dtype))
 
@@ -221,15 +221,26 @@ class LatentAttention:
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend], place: CachePlace | None = None
     ) -> Tensor:
         mla = self.mla
-        q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
-        latent_TC, k_TR = self._project("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
-        latent_TC = rms_norm(latent_TC, self.kv_a_norm, _NORM_EPS)
-        latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
-        if angles is not None:
-            turn = partial(rotate, angles=angles, interleaved=self.config.rope_interleaved)
-            q_TNR, k_T1R = turn(q_TNR), turn(k_T1R)
-        if place is not None:
-            place.write(torch.cat((latent_TC[:, None], k_T1R), dim=2))
+        sizes = (mla.kv_lora_rank, mla.qk_rope_head_dim)
+        q_TND = self._queries(x_TH)
+        kv_TL = self._project("kv_a", x_TH)
+        q_TNP, q_TNR = q_TND.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
+        interleaved = self.config.rope_interleaved
+        chains = None if torch.is_grad_enabled() else chains_of(kv_TL)
+        if chains is not None:
+            q_TNR, kv_T1L = chains.rotate_latent(
+                q_TND, kv_TL, norm=self.kv_a_norm, angles=angles, interleaved=interleaved, place=place)
+            latent_T1C, k_T1R = kv_T1L.split(sizes, dim=2)
+            latent_TC = latent_T1C[:, 0]
+        else:
+            latent_TC, k_TR = kv_TL.split(sizes, dim=1)
+            latent_TC = self.kv_a_norm(latent_TC)
+            latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
+            if angles is not None:
+                turn = partial(rotate, angles=angles, interleaved=interleaved)
+                q_TNR, k_T1R = turn(q_TNR), turn(k_T1R)
+            if place is not None:
+                place.write(torch.cat((latent_TC[:, None], k_T1R), dim=2))
         out_TNV = attend_each(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
         return sum_over_group(self._project("o", out_TNV.flatten(1)), self.tp)
 
@@ -260,9 +271,12 @@ class LatentAttention:
         if "q" in self.linears:
             q = self._project("q", copy_to_group(x_TH, self.tp))
         else:
-            assert self.q_a_norm is not None
             latent = self._project("q_a", x_TH)
-            latent = rms_norm(latent, self.q_a_norm, _NORM_EPS)
+            chains = None if torch.is_grad_enabled() else chains_of(latent)
+            if chains is not None:
+                _, latent = chains.add_norm(latent, None, scale=1.0, out_norm=None, norm=self.q_a_norm)
+            else:
+                latent = self.q_a_norm(latent)
             q = self._project("q_b", copy_to_group(latent, self.tp))
         return q.unflatten(1, (self.num_heads, -1))
 

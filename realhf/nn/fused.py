@@ -90,6 +90,30 @@ class TritonChains:
             BLOCK_N=normed_at_once, num_warps=4 if normed_at_once else 1)
         return out
 
+    def rotate_latent(
+        self, q_TND: Tensor, kv_TL: Tensor, *, norm: "Norm", angles: tuple[Tensor, Tensor] | None,
+        interleaved: bool, place: CachePlace | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the last dims of the queries, rotated (T, heads, R), and the latents, normalised, with the
+        rotated key behind them (T, 1, L), after these have been written to the cache. `kv_TL` are the latents
+        with the keys."""
+        from realhf.nn import fused_kernels as kernels
+
+        assert norm.weight is not None
+        num_tokens, num_heads, head_dim = q_TND.shape
+        rank = len(norm.weight)
+        dim = kv_TL.shape[1] - rank
+        q_TNR = q_TND.new_empty(num_tokens, num_heads, dim)
+        out_T1L = kv_TL.new_empty(num_tokens, 1, rank + dim)
+        cos, sin = (kv_TL, kv_TL) if angles is None else angles
+        memory, positions = (kv_TL, kv_TL) if place is None else (place.memory[0], place.positions_T)
+        kernels.rotate_latent[(num_tokens, num_heads + 1)](
+            q_TND[..., head_dim - dim :], kv_TL, q_TNR, out_T1L, cos, sin, norm.weight, memory, positions,
+            float(norm.eps), num_heads, *q_TND.stride()[:2], kv_TL.stride(0), memory.stride(0),
+            RANK=rank, DIM=dim, ROTATED=0 if angles is None else 2 * cos.shape[-1], INTERLEAVED=interleaved,
+            STORES=place is not None, BLOCK_C=_power_of_two(rank), BLOCK_D=_power_of_two(dim), num_warps=1)
+        return q_TNR, out_T1L
+
     def angles(
         self, position_T: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:

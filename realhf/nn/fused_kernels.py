@@ -88,24 +88,11 @@ def rotate_and_store(
             scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
             x_D = _scaled(x_D, weight, scale, offset, d, inside_D)
         if ROTATED > 0:
-            half: tl.constexpr = ROTATED // 2
-            is_rotated_D = d < ROTATED
-            if INTERLEAVED:
-                angle_D = d // 2
-                partner_D = d ^ 1
-                is_first_D = d % 2 == 0
-            else:
-                angle_D = d % half
-                is_first_D = d < half
-                partner_D = tl.where(is_first_D, d + half, d - half)
-            y_D = tl.load(at + partner_D, mask=is_rotated_D, other=0.0)
+            partner_D = _partner(d, ROTATED, INTERLEAVED)
+            y_D = tl.load(at + partner_D, mask=d < ROTATED, other=0.0)
             if HAS_NORM:
-                y_D = _scaled(y_D, weight, scale, offset, partner_D, is_rotated_D)
-            cos_D = tl.load(cos + token * half + angle_D, mask=is_rotated_D, other=1.0).to(tl.float32)
-            sin_D = tl.load(sin + token * half + angle_D, mask=is_rotated_D, other=0.0).to(tl.float32)
-            sin_D = tl.where(is_first_D, -sin_D, sin_D)
-            turned_D = x_D.to(tl.float32) * cos_D + y_D.to(tl.float32) * sin_D
-            x_D = turned_D.to(qkv.dtype.element_ty)
+                y_D = _scaled(y_D, weight, scale, offset, partner_D, d < ROTATED)
+            x_D = _turned(x_D, y_D, cos, sin, token, d, ROTATED, INTERLEAVED)
     tl.store(out + (token * (num_q + 2 * num_k) + head) * DIM + d, x_D, mask=inside_D)
     if STORES and head >= num_q:
         position = tl.load(positions + token).to(tl.int64)
@@ -114,6 +101,67 @@ def rotate_and_store(
         else:
             place = keys + position * keys_token + (head - num_q) * DIM
         tl.store(place + d, x_D, mask=inside_D)
+
+
+@triton.jit
+def rotate_latent(
+    q, kv, q_out, out, cos, sin, weight, memory, positions, eps, num_q, q_token, q_head, kv_token,
+    memory_token, RANK: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STORES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Rotate the `DIM` dims of one head of queries, or of the key that all heads share; with the key go the
+    RMSNorm of the latent, of `RANK` dims, and the write of both to the cache (grid: tokens, `num_q` + 1)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    is_key = head == num_q
+    d = tl.arange(0, BLOCK_D)
+    inside_D = d < DIM
+    if is_key:
+        at = kv + token * kv_token + RANK
+        target = out + token * (RANK + DIM) + RANK
+    else:
+        at = q + token * q_token + head * q_head
+        target = q_out + (token * num_q + head) * DIM
+    x_D = tl.load(at + d, mask=inside_D, other=0.0)
+    if ROTATED > 0:
+        y_D = tl.load(at + _partner(d, ROTATED, INTERLEAVED), mask=d < ROTATED, other=0.0)
+        x_D = _turned(x_D, y_D, cos, sin, token, d, ROTATED, INTERLEAVED)
+    tl.store(target + d, x_D, mask=inside_D)
+    if is_key:
+        c = tl.arange(0, BLOCK_C)
+        inside_C = c < RANK
+        latent_C = tl.load(kv + token * kv_token + c, mask=inside_C, other=0.0)
+        wide_C = latent_C.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(wide_C * wide_C, 0) / RANK + eps)
+        latent_C = _scaled(latent_C, weight, scale, 0.0, c, inside_C)
+        tl.store(out + token * (RANK + DIM) + c, latent_C, mask=inside_C)
+        if STORES:
+            place = memory + tl.load(positions + token).to(tl.int64) * memory_token
+            tl.store(place + c, latent_C, mask=inside_C)
+            tl.store(place + RANK + d, x_D, mask=inside_D)
+
+
+@triton.jit
+def _partner(d, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the dim together with which each dim is rotated."""
+    return d ^ 1 if INTERLEAVED else tl.where(d < ROTATED // 2, d + ROTATED // 2, d - ROTATED // 2)
+
+
+@triton.jit
+def _turned(x_D, y_D, cos, sin, token, d, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the dims `d` of a head, rotated and rounded; `y_D` are their partners."""
+    half: tl.constexpr = ROTATED // 2
+    is_rotated_D = d < ROTATED
+    if INTERLEAVED:
+        angle_D = d // 2
+        is_first_D = d % 2 == 0
+    else:
+        angle_D = d % half
+        is_first_D = d < half
+    cos_D = tl.load(cos + token * half + angle_D, mask=is_rotated_D, other=1.0).to(tl.float32)
+    sin_D = tl.load(sin + token * half + angle_D, mask=is_rotated_D, other=0.0).to(tl.float32)
+    sin_D = tl.where(is_first_D, -sin_D, sin_D)
+    return (x_D.to(tl.float32) * cos_D + y_D.to(tl.float32) * sin_D).to(x_D.dtype)
 
 
 @triton.jit

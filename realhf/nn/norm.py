@@ -23,8 +23,11 @@ from realhf.nn.parameters import Weights
 class Norm:
     """RMSNorm or LayerNorm over the last dim, or the identity where the family has no such norm."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, module: str) -> None:
-        self.eps = config.norm_eps
+    def __init__(
+        self, config: ModelConfig, weights: Weights, module: str, *, eps: float | None = None
+    ) -> None:
+        """`eps` stands for the epsilon of the model's other norms."""
+        self.eps = config.norm_eps if eps is None else eps
         self.offset = config.norm_offset
         self.weight = weights.get(f"{module}.weight")
         self.bias = weights.get(f"{module}.bias")

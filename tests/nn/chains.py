@@ -29,6 +29,19 @@ def rotate_and_store(self, qkv, *, num_kv_heads, angles, interleaved, norms, pla
     return out
 
 
+def rotate_latent(self, q_TND, kv_TL, *, norm, angles, interleaved, place):
+    assert not torch.is_grad_enabled()
+    rank = len(norm.weight)
+    q_TNR = q_TND[..., q_TND.shape[2] - (kv_TL.shape[1] - rank) :].clone()
+    k_T1R = kv_TL[:, None, rank:].clone()
+    if angles is not None:
+        q_TNR, k_T1R = (rotate(x, angles, interleaved=interleaved) for x in (q_TNR, k_T1R))
+    out_T1L = torch.cat((norm(kv_TL[:, :rank])[:, None], k_T1R), dim=2)
+    if place is not None:
+        place.write(out_T1L)
+    return q_TNR, out_T1L
+
+
 def angles(self, position_T, frequencies, factor, dtype):
     angles = position_T[:, None, None].to(frequencies.dtype) * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -104,5 +117,5 @@ def _function(activation):
 
 BY_TORCH = {
     function.__name__: function for function in (
-        add_norm, rotate_and_store, angles, gated, gated_backward, route, group_rows, mix,
+        add_norm, rotate_and_store, rotate_latent, angles, gated, gated_backward, route, group_rows, mix,
         logit_statistics, logit_gradient)}

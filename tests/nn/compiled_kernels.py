@@ -86,6 +86,12 @@ def main(dtypes):
             chains.rotate_and_store(
                 draw(2, 16, 128), num_kv_heads=2, angles=angles, interleaved=interleaved, norms=norms,
                 place=where)
+        latent = Norm(config, {"n.weight": draw(512)}, "n")
+        cached = CachePlace(draw(1, 64, 1, 576), torch.zeros(2, dtype=torch.int64))
+        for where in (None, cached):
+            chains.rotate_latent(
+                draw(2, 128, 192), draw(2, 576), norm=latent, angles=(draw(2, 1, 32), draw(2, 1, 32)),
+                interleaved=True, place=where)
         chains.angles(torch.zeros(2, dtype=torch.int64), torch.zeros(64), 1.0, dtype)
         for activation in ("silu", "gelu", "gelu_tanh"):
             chains.gated(draw(2, 2 * 8960), activation)

@@ -69,6 +69,14 @@ def main():
             "rotate_and_store", draw(3, 3 + 2 * num_kv, dim), num_kv_heads=num_kv, by_head=False,
             angles=(cos, sin) if rotated else None, interleaved=False, norms=norms, place=None,
             outputs=lambda found, _: [found])
+    for rotated, interleaved, stores in itertools.product((0, 4, 6), *[(False, True)] * 2):
+        cos, sin = (draw(3, 1, rotated // 2, seed=i) for i in range(2))
+        memory = torch.zeros(1, 9, 1, 20 + 6).to(DTYPE)
+        place = CachePlace(memory, torch.tensor([4, 0, 7])) if stores else None
+        compare(
+            "rotate_latent", draw(3, 4, 5 + 6), draw(3, 20 + 6), norm=norm(config, 20),
+            angles=(cos, sin) if rotated else None, interleaved=interleaved, place=place,
+            outputs=lambda found, _, place=place: [*found, *([place.memory.clone()] if place else [])])
     compare("angles", torch.tensor([0, 5, 1000]), torch.logspace(0, -3, 6), 1.5, DTYPE)
     for function in ACTIVATIONS.values():
         compare("gated", draw(3, 2 * 1300), function.name, outputs=lambda found, _: [found])

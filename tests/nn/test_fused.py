@@ -137,7 +137,7 @@ LAUNCHES = [
     ("gpt2", {}, 9, 3),
     ("qwen2", {"top_p": 0.9, "top_k": 20}, 9, 4), ("qwen2", {"temperature": 0.0}, 9, 3),
     ("qwen2", {"lora": LoraConfig(rank=2, target_modules=("o_proj",))}, 11, 3),
-    ("olmo-2", {}, 9, 3), ("mixtral", {}, 14, 3), ("qwen3-moe", {}, 14, 3), ("deepseek-v3", {}, 36, 3),
+    ("olmo-2", {}, 9, 3), ("mixtral", {}, 14, 3), ("qwen3-moe", {}, 14, 3), ("deepseek-v3", {}, 24, 3),
 ]
 
 
