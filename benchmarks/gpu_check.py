@@ -66,6 +66,8 @@ CHECKS = {
     "training": Check("steps beside those of the CPU; LoRA, recomputing", 120, "test_training.py"),
     "runs": Check("GRPO runs, twice the same bits", 100, "test_runs.py"),
     "no-waits": Check("decoding in which the host never waits", 45, program=(_GENERATION, "no-waits")),
+    "pages": Check("memory of pages that goes and comes under recorded passes", 45,
+                   program=(_GENERATION, "pages")),
     "long-tail": Check("512 rows, a few of them long", 75, program=(_GENERATION, "long-tail")),
     "long-prompts": Check("prompts of 8,000 tokens", 60, program=(_GENERATION, "long-prompts")),
     "demo": Check("the demo: a tiny model learns to carry", 150, "test_demo.py"),
@@ -75,6 +77,7 @@ CHECKS = {
 """In the order of their worth."""
 NEED_TWO_GPUS = {
     "nccl-two-gpus": "collectives and reallocation between two GPUs",
+    "gradient-overlap": "sums of gradients beside the collectives of tensor parallelism",
     "tp-graphs": "recorded decoding steps under tensor parallelism",
     "abort": "the end of a run whose peer has died inside a collective",
 }

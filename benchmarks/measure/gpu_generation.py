@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,17 +22,21 @@ from benchmarks.measure.gpu_speed import Device, Found, run_kind, scratch_direct
 from benchmarks.measure.limits import median_seconds
 from benchmarks.measure.workloads import config_of, sequences, write_model
 from realhf.attention.choose import refuses_chains
+from realhf.attention.reference import ReferenceAttention
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.devices import half_precision
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
+from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.sampling import draw_by_kernels, nucleus_threshold, sample
 from realhf.models.model_config import ModelConfig
 from realhf.nn.fused import chains_of
 from realhf.nn.mlp import ACTIVATIONS
 from realhf.nn.norm import Norm
+from realhf.nn.rope import rotate
+from realhf.runtime.execute.meters import resident_bytes
 
 _MOST_APART = 0.05
 """The largest legal mean difference between log-probs of the generator and of a forward pass, in bfloat16."""
@@ -187,6 +192,51 @@ def no_waits(device: Device, found: Found) -> None:
     found.add(steps=step, watched_steps=last - first, waits=None)
 
 
+def pages(device: Device, found: Found) -> None:
+    """Give the memory of pages back to the device and take it again, under passes that are recorded."""
+    rows, new_tokens = (512, 96) if device.is_cuda else (24, 24)
+    engine = _engine(device, "1b")
+    if not device.is_cuda:  # A CPU has no pages; the reference attends to them, and nothing is recorded.
+        engine.pages = page_pool(engine.model, ReferenceAttention())
+    pool = engine.pages
+    assert pool is not None
+    lengths = [16 + i % 48 for i in range(rows)]
+    run = partial(_generate, engine, lengths, new_tokens=new_tokens, max_rows=rows)
+    run()
+    expected = run()["sequence_ids"].values
+    held = pool.mapped_bytes
+    num_pages = pool.cache.num_blocks - 1
+    recorded = _num_recorded(pool)
+    found.add(page_bytes=pool.num_bytes, mapped_bytes=held, recorded=recorded)
+    if not held:
+        raise Failed("the pages are in the memory of torch's allocator: is cuda-bindings installed?")
+    before = _free_bytes(device)
+    start = perf_counter()
+    engine.release("cache")
+    found.add(release_seconds=perf_counter() - start, freed_bytes=_free_bytes(device) - before)
+    if device.is_cuda and found["freed_bytes"] < 0.9 * held:
+        raise Failed(f"{found['freed_bytes']} bytes came back, of {held}")
+    start = perf_counter()
+    pool.give_back(pool.lease(num_pages, page_size=pool.cache.block_size))
+    if device.is_cuda:
+        torch.cuda.synchronize()
+    found.add(map_seconds=perf_counter() - start)
+    again = run()["sequence_ids"].values
+    found.add(same_tokens=float((again == expected).float().mean()) if len(again) == len(expected) else 0.0)
+    if _num_recorded(pool) != recorded:
+        raise Failed(f"{recorded} passes were recorded, and {_num_recorded(pool)} afterwards")
+    if found["same_tokens"] < 1:
+        raise Failed(f"only {found['same_tokens']:.0%} of the tokens are the same")
+
+
+def _num_recorded(pool: PagePool) -> int:
+    return 0 if pool.graphs is None else sum(is_recorded == "True" for *_, is_recorded in pool.graphs.known)
+
+
+def _free_bytes(device: Device) -> int:
+    return torch.cuda.mem_get_info()[0] if device.is_cuda else -resident_bytes()
+
+
 @contextmanager
 def _default_debug_mode(device: Device) -> Iterator[None]:
     try:
@@ -254,6 +304,13 @@ def kernels(device: Device, found: Found) -> None:
         pairs["gated"] = (
             lambda: chains.gated(up, "silu"),
             lambda: function.compute(up[:, :8960]) * up[:, 8960:])
+        latent, angles = Norm(config, {"n.weight": draw(512)}, "n"), (draw(rows, 1, 32), draw(rows, 1, 32))
+        q, kv = draw(rows, 128, 192), draw(rows, 576)
+        turn = partial(rotate, angles=angles, interleaved=True)
+        pairs["rotate_latent"] = (
+            lambda: chains.rotate_latent(
+                q, kv, norm=latent, angles=angles, interleaved=True, place=None)[1],
+            lambda: torch.cat((latent(kv[:, :512])[:, None], turn(kv[:, None, 512:].clone())), dim=2))
     logits = draw(rows, config.vocab_size)
     uniform = torch.rand(rows, dtype=torch.float64, generator=generator).to(device.name)
     group = World(device=device.name).group((0,))
@@ -280,9 +337,10 @@ def kernels(device: Device, found: Found) -> None:
                 "seconds": median_seconds(by_kernels, device=device.name),
                 "torch_seconds": median_seconds(by_torch, device=device.name),
                 "apart": apart, "equal": float((made == wanted).float().mean())}})
-            if not apart <= _MOST_ERROR and name in ("add_norm", "gated"):
+            is_chain = name in ("add_norm", "gated", "rotate_latent")
+            if not apart <= _MOST_ERROR and is_chain:
                 raise Failed(f"{name} differs by {apart:.3g}")
-            if name not in ("add_norm", "gated") and found[name]["equal"] < 0.95:
+            if not is_chain and found[name]["equal"] < 0.95:
                 raise Failed(f"{name} gives other results in {1 - found[name]['equal']:.0%} of the rows")
 
 
@@ -327,7 +385,7 @@ def launches(device: Device, found: Found) -> None:
 
 KINDS = {
     "kernels": kernels, "launches": launches, "attention": attention, "long-prompts": long_prompts,
-    "long-tail": long_tail, "no-waits": no_waits,
+    "long-tail": long_tail, "no-waits": no_waits, "pages": pages,
 }
 
 if __name__ == "__main__":

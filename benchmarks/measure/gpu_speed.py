@@ -120,7 +120,8 @@ class Device(NamedTuple):
     def measured(self, work: Callable[[], dict[str, Any]], *, own_bytes: int = 0) -> dict[str, Any]:
         """Return the result of `work` with its seconds and its peak memory.
 
-        The peak is `own_bytes`, which the side always has, plus what the work adds.
+        The peak is `own_bytes`, which the side always has, plus what the work adds, and the `mapped_bytes` of
+        its result, which torch's allocator does not know.
         """
         if self.is_cuda:
             torch.cuda.synchronize()
@@ -130,7 +131,10 @@ class Device(NamedTuple):
         if self.is_cuda:
             torch.cuda.synchronize()
         seconds = perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() - before + own_bytes if self.is_cuda else 0
+        mapped_bytes = result.pop("mapped_bytes", 0)
+        peak = 0
+        if self.is_cuda:
+            peak = torch.cuda.max_memory_allocated() - before + own_bytes + mapped_bytes
         return result | {"seconds": seconds, "peak_bytes": peak}
 
     def allocated(self) -> int:
@@ -262,7 +266,8 @@ def _our_generation(
         call = FunctionCall(
             "actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor", work=work)
         generated = engine.generate(call, batch).batch
-        return {"tokens": len(generated["sequence_ids"].values) - prompt_tokens}
+        tokens = len(generated["sequence_ids"].values) - prompt_tokens
+        return {"tokens": tokens, "mapped_bytes": engine.mapped_bytes}
 
     return run
 
@@ -318,6 +323,7 @@ def training(device: Device, found: Found) -> None:
     peaks = {"actor_train": max(answer["peak_bytes"] for answer in answers)}
     generate = _trained_generation(engine, scale)
     peaks["actor_generate"] = device.measured(generate, own_bytes=device.allocated() - before)["peak_bytes"]
+    peaks["actor_generate"] += engine.mapped_bytes
     found.add(peak_gib={name: peak / 2**30 for name, peak in peaks.items()}, predicted_gib={
         "actor_train": _predicted_gib("actor_train", str(directory), scale, 1, scale.sequence_tokens - 1),
         "actor_generate": _predicted_gib(

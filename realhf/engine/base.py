@@ -172,19 +172,25 @@ class Engine(ABC):
         }
         return {part: size for part, size in parts.items() if size}
 
-    def release(self, *what: Literal["gradients", "cache"]) -> None:
+    def release(self, *what: Literal["gradients", "cache", "graphs"]) -> None:
         """Free the memory of parts that come back by themselves when a call needs them.
 
         Gradients are free between train steps. With the caches of rows that have ended go merged weights; for
-        rows between rounds there is `flush_cache`.
+        rows between rounds there is `flush_cache`. Graphs are recorded decoding passes.
         """
         if "gradients" in what and self._optimizer is not None:
             self._trained.release_grads()
 
     @property
     def caches(self) -> Mapping[str, int]:
-        """The bytes that generations leave for later ones, by part: caches, and merged weights (LoRA)."""
+        """The bytes that generations leave for later ones, by part: caches, merged weights (LoRA), and what
+        recorded passes take."""
         return {}
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of the device that this engine holds apart from torch's allocator."""
+        return 0
 
     @abstractmethod
     def forward(
@@ -387,6 +393,10 @@ class GeneratingEngine(SequenceEngine):
         `version`. If the call keeps its cache in rounds, the engine holds the unfinished samples itself;
         others may be passed. Raises FloatingPointError if a token was drawn from logits that are no numbers.
         """
+
+    def settle_cache_limits(self) -> None:
+        """Agree anew on the limits of caches, after the first step (see `EngineStore`)."""
+        self.cache_limits.settle()
 
     @abstractmethod
     def flush_cache(self, call: str) -> None:

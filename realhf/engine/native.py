@@ -196,15 +196,23 @@ class NativeEngine(GeneratingEngine):
             generation, _ = self._resting.pop(call)
             generation.release()
 
-    def release(self, *what: Literal["gradients", "cache"]) -> None:
+    def release(self, *what: Literal["gradients", "cache", "graphs"]) -> None:
         super().release(*what)
-        if "cache" in what:
-            if self._pool is not None:
-                if self.model.merged_bytes:  # Recorded passes hold their addresses.
-                    self._pool.drop_graphs()
-                if not self._resting:
-                    self._pool.release()
+        merged = self.model.merged_bytes if "cache" in what else 0
+        if self._pool is not None:
+            if "graphs" in what or merged:  # They hold the addresses of merged weights.
+                self._pool.drop_graphs()
+            if "cache" in what:
+                self._pool.release()
+        if merged:
             self.model.release_merged()
+
+    def settle_cache_limits(self) -> None:
+        self.cache_limits.settle(besides=self._resting)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return 0 if self._pool is None else self._pool.mapped_bytes
 
     @property
     def _pool(self) -> PagePool | None:
@@ -213,11 +221,13 @@ class NativeEngine(GeneratingEngine):
 
     @property
     def caches(self) -> Mapping[str, int]:
+        graphs = 0
         if self._pool is not None:
             cache = self._pool.num_bytes
+            graphs = self._pool.graph_bytes
         else:
             cache = sum(generation.resting_bytes for generation, _ in self._resting.values())
-        return {"cache": cache, "merged": self.model.merged_bytes}
+        return {"cache": cache, "merged": self.model.merged_bytes, "graphs": graphs}
 
     def _micro_batches(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int

@@ -6,7 +6,7 @@ cohort of samples derives its CacheSizes from them.
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -168,15 +168,17 @@ def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int
 class CacheLimit:
     """A limit on the memory of a call's KV cache: what fits on the rank of its layout that has least.
 
-    All ranks of the layout agree on it when the call first generates, and keep it for the whole run. A run
-    that continues from a checkpoint takes over the limit that is `recorded` there. (Another number of blocks
-    would change the order in which samples run, and so the last bits of results.)
+    All ranks of the layout agree on it when the call first generates, and `settle` it after the first step,
+    for the whole run. A run that continues from a checkpoint takes over the limit that is `recorded` there.
+    (Another number of blocks would change the order in which samples run, and so the last bits of results.)
     """
 
     def __init__(self, groups: ParallelGroups, *, recorded: int | None = None) -> None:
         self._groups = groups
         self._has_warned = False
         self._is_unproven = recorded is not None
+        self._measure: Callable[[], float] | None = None
+        """Measures the limit of this rank again; None once it is settled."""
         self.num_bytes = recorded
         """The limit of each rank; None before they have agreed on one."""
 
@@ -184,10 +186,22 @@ class CacheLimit:
         """Return the limit, on which all ranks of the layout agree when they first call this. `pass_bytes`
         returns what the passes need beside the cache; `kv_blocks.cache_limit` explains `takes_all`."""
         if self.num_bytes is None:
+            passes = pass_bytes()
             device = self._groups.world.device.type
-            limit = cache_limit(self._free(), pass_bytes(), device_type=device, takes_all=takes_all)
-            self.num_bytes = min(self._gather(max(0, int(limit))))
+            self._measure = lambda: cache_limit(
+                self._free(), passes, device_type=device, takes_all=takes_all)
+            self.num_bytes = self._least(self._measure())
         return self.num_bytes
+
+    def settle(self) -> None:
+        """Measure the limit again, if this run has agreed on it. All ranks of the layout call this when every
+        call of a step has run."""
+        if self._measure is not None:
+            self.num_bytes = self._least(self._measure())
+            self._measure = None
+
+    def _least(self, limit: float) -> int:
+        return min(self._gather(max(0, int(limit))))
 
     def require_recorded(self, call: str, taken: int) -> None:
         """Raise UserError on all ranks of the layout if the limit comes from a checkpoint, and on one of them
@@ -242,6 +256,12 @@ class CacheLimits:
     def agreed(self) -> dict[str, int]:
         """Return the limits that have been agreed on so far, in bytes by call."""
         return {call: limit.num_bytes for call, limit in self._limits.items() if limit.num_bytes is not None}
+
+    def settle(self, *, besides: Collection[str] = ()) -> None:
+        """Settle all limits but those of some calls, whose caches are in use."""
+        for call, limit in self._limits.items():
+            if call not in besides:
+                limit.settle()
 
     def restore(self, agreed: Mapping[str, int]) -> None:
         self._limits = {call: CacheLimit(self._groups, recorded=size) for call, size in agreed.items()}

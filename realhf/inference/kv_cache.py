@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.devices.pinned import upload
+from realhf.devices.reserved import ReservedPlanes, reserve_planes
 from realhf.nn.fused import CachePlace
 from realhf.nn.transformer import Transformer
 
@@ -30,16 +31,25 @@ class KVCache:
     """A paged cache of keys and values. Each local layer has two tensors of `shape` (blocks, tokens in a
     block, kv heads, head_dim).
 
-    With `value_dim`, the values are the first dims of the keys and are not stored separately.
+    With `value_dim`, the values are the first dims of the keys and are not stored separately. What has not
+    been written is zero, because values after a row's end are multiplied by probability zero and must be
+    finite.
     """
 
     def __init__(
         self, num_layers: int, shape: tuple[int, int, int, int], *, value_dim: int | None = None,
         dtype: torch.dtype, device: torch.device,
     ) -> None:
-        num_tensors = 1 if value_dim else 2
-        self.layers = [_zeros((num_tensors, *shape), dtype, device) for _ in range(num_layers)]
         self.value_dim = value_dim
+        self._num_layers = num_layers
+        self._num_tensors = 1 if value_dim else 2
+        self._block_shape = shape[1:]
+        self._dtype = dtype
+        self._device = device
+        self._num_blocks = shape[0]
+        self._memory = self._reserve(shape[0])
+        self._addressed = self._view()
+        """The layers with all blocks for which there are addresses; recorded passes hold these shapes."""
 
     @classmethod
     def of(cls, model: Transformer, num_blocks: int, block_size: int) -> "KVCache":
@@ -51,32 +61,74 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        return self.layers[0].shape[1]
+        return self._num_blocks
+
+    @property
+    def layers(self) -> list[Tensor]:
+        """Each layer's tensors of all blocks."""
+        return [layer[:, : self._num_blocks] for layer in self._addressed]
 
     @property
     def block_size(self) -> int:
-        return self.layers[0].shape[2]
+        return self._block_shape[0]
 
-    def grow(self, num_blocks: int) -> None:
-        """Add empty blocks, so that there are `num_blocks` in all. Each layer is copied in turn."""
-        for i, old in enumerate(self.layers):
-            shape = (old.shape[0], num_blocks, *old.shape[2:])
-            self.layers[i] = _zeros(shape, old.dtype, old.device)
-            self.layers[i][:, : old.shape[1]] = old
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks."""
+        return len(self._memory.bytes_PU) * self._num_blocks * self._block_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the device apart from torch's allocator."""
+        return len(self._memory.bytes_PU) * self._memory.held if self._memory.can_shrink else 0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether `resize` can give memory back."""
+        return self._memory.can_shrink
+
+    def fits_in_place(self, num_blocks: int) -> bool:
+        """Return whether there are addresses for so many blocks, so that none has to move."""
+        return num_blocks * self._block_bytes <= self._memory.bytes_PU.shape[1]
+
+    def resize(self, num_blocks: int) -> None:
+        """Drop the last blocks, or add empty ones, so that there are `num_blocks`. All stay where they are if
+        there are addresses for so many."""
+        if not self.fits_in_place(num_blocks):
+            old = self._memory
+            self._memory = self._reserve(num_blocks)
+            self._memory.bytes_PU[:, : old.held] = old.bytes_PU[:, : old.held]
+            self._addressed = self._view()
+        self._memory.resize(num_blocks * self._block_bytes)
+        self._num_blocks = num_blocks
+
+    @property
+    def _block_bytes(self) -> int:
+        """Bytes of a block in one plane: of the keys, or the values, of one layer."""
+        return math.prod(self._block_shape) * self._dtype.itemsize
+
+    def _reserve(self, num_blocks: int) -> ReservedPlanes:
+        num_planes = self._num_layers * self._num_tensors
+        return reserve_planes(num_planes, num_blocks * self._block_bytes, self._device)
+
+    def _view(self) -> list[Tensor]:
+        capacity = self._memory.bytes_PU.shape[1] // self._block_bytes
+        blocks_PU = self._memory.bytes_PU[:, : capacity * self._block_bytes].view(self._dtype)
+        blocks = blocks_PU.unflatten(1, (capacity, *self._block_shape))
+        return list(blocks.unflatten(0, (self._num_layers, self._num_tensors)))
 
     def place(self, layer: int, cache_positions_T: Tensor) -> CachePlace:
         """Return where a layer writes at cache positions: block * block size + offset in the block."""
-        return CachePlace(self.layers[layer].flatten(1, 2), cache_positions_T)
+        return CachePlace(self._addressed[layer].flatten(1, 2), cache_positions_T)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer: k_PLKD, v_PLKD."""
-        k_PLKD, *others = self.layers[layer]
+        k_PLKD, *others = self._addressed[layer]
         return k_PLKD, others[0] if others else k_PLKD[..., : self.value_dim]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy shared blocks for rows that are about to write to them."""
-        device = self.layers[0].device
-        pairs_2P = upload(np.array((sources, targets), np.int64), device)
+        pairs_2P = upload(np.array((sources, targets), np.int64), self._device)
         for layer in self.layers:
             layer.index_copy_(1, pairs_2P[1], layer.index_select(1, pairs_2P[0]))
 
@@ -241,14 +293,3 @@ class BlockTables:
         width = min(num_pages, self.blocks_per_row)  # (Rows of a window are shorter than those that come.)
         rows.table_BM[:count, :width] = self.table[slots, :width]
         return rows
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, because values after a row's end are multiplied by probability zero and must be finite.
-
-    On a CPU they come from numpy, whose pages take neither memory nor time before they are written to.
-    """
-    if device.type != "cpu" or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

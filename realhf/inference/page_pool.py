@@ -53,8 +53,8 @@ class PagePool:
     """Pages of one size that cohorts of samples lease.
 
     With `backends`, kernels attend to pages (the paged path). The pool, and the recorded passes that hold its
-    addresses, then outlive the generations of an engine. Without `backends`, a CPU attends block by block,
-    and every cohort has a pool of its own.
+    addresses, then outlive the generations of an engine, and its memory may go between them. Without
+    `backends`, a CPU attends block by block, and every cohort has a pool of its own.
     """
 
     def __init__(
@@ -77,7 +77,17 @@ class PagePool:
     @property
     def num_bytes(self) -> int:
         """Bytes of the pages, leased or not."""
-        return 0 if self._cache is None else sum(layer.nbytes for layer in self._cache.layers)
+        return 0 if self._cache is None else self._cache.num_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the device that the pages take apart from torch's allocator."""
+        return 0 if self._cache is None else self._cache.mapped_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that the recorded passes hold apart from the pages."""
+        return 0 if self._graphs is None else self._graphs.num_bytes
 
     @property
     def page_tokens(self) -> int | None:
@@ -117,35 +127,30 @@ class PagePool:
 
         Pages that are leased already keep their contents. The first lease also makes the spare page 0.
         """
-        if count == 0 and self._cache is not None:
-            return []
+        if self._cache is not None and page_size != self._cache.block_size and not self._num_leased:
+            self._drop()
+        num_blocks = 0 if self._cache is None else self._cache.num_blocks
+        num_spare = int(self.backends is not None)
         lacking = count - len(self._free)
-        if self._cache is None or (page_size != self._cache.block_size and not self._num_leased):
-            self.release()
-            num_spare = int(self.backends is not None)
-            self._cache = KVCache.of(self._model, num_spare + count, page_size)
-            self._free = list(range(num_spare, num_spare + count))
-        elif lacking > 0:
-            self._grow(lacking)
+        if self._cache is None or lacking > 0 or num_blocks < num_spare:
+            self._grow(max(num_blocks, num_spare) + max(lacking, 0), page_size)
+            self._free += range(max(num_blocks, num_spare), self.cache.num_blocks)
         assert self.cache.block_size == page_size, "leased pages have another size"
         leased = self._free[:count]
         del self._free[:count]
         self._num_leased += count
         return leased
 
-    def _grow(self, count: int) -> None:
-        """Add pages; only leased ones have contents that matter."""
-        cache = self.cache
-        old = cache.num_blocks
-        self._graphs = None
-        if self._num_leased:
-            cache.grow(old + count)
+    def _grow(self, num_blocks: int, page_size: int) -> None:
+        """Make so many pages in all; only leased ones have contents that matter."""
+        cache = self._cache
+        if cache is None or not cache.fits_in_place(num_blocks):
+            self._graphs = None
+        if cache is None or not (self._num_leased or cache.fits_in_place(num_blocks)):
+            self._cache = cache = None  # This frees the memory before there is more of it.
+            self._cache = KVCache.of(self._model, num_blocks, page_size)
         else:
-            self._cache = None  # This frees the memory before there is more of it.
-            size = cache.block_size
-            del cache
-            self._cache = KVCache.of(self._model, old + count, size)
-        self._free += range(old, old + count)
+            cache.resize(num_blocks)
 
     def give_back(self, pages: Iterable[int]) -> None:
         num_free = len(self._free)
@@ -161,9 +166,21 @@ class PagePool:
         return max(_LEAST_WIDTH, 1 << (row_pages - 1).bit_length())
 
     def release(self) -> None:
-        """Free all memory, and the recorded passes with it, unless pages are leased."""
-        if self._num_leased:
+        """Give back the memory behind the last leased page. The recorded passes stay, as all addresses do,
+        except where memory cannot be given back without them."""
+        if self._cache is None:
             return
+        if not self._cache.can_shrink:
+            if not self._num_leased:
+                self._drop()
+            return
+        leased = set(range(self._cache.num_blocks)) - set(self._free)
+        num_kept = 1 + max(leased) if self._num_leased else 0
+        self._cache.resize(num_kept)
+        self._free = [page for page in self._free if page < num_kept]
+
+    def _drop(self) -> None:
+        """Forget the pages, none of which is leased, their addresses, and the recorded passes over them."""
         self._graphs = None
         self._cache = None
         self._free = []
@@ -197,6 +214,8 @@ class DecodeGraphs:
         """By the shape of the tables."""
         self._replays: dict[tuple[torch.Size, SamplingConfig | None], Compute | None] = {}
         """By the shape of the tables and the way of sampling, if the pass samples; None: it has run once."""
+        self.num_bytes = 0
+        """What torch has reserved while passes were recorded."""
 
     @property
     def are_valid(self) -> bool:
@@ -253,7 +272,9 @@ class DecodeGraphs:
             return compute()
         replay = self._replays[key]
         if replay is None:
+            before = self._reserved_bytes()
             replay = self._replays[key] = self._record(compute)
+            self.num_bytes += max(0, self._reserved_bytes() - before)
         groups = self._model.groups
         shared = next((group for group in (groups.tp, groups.ep) if group.size > 1), None)
         if shared is not None:  # Collectives may not run beside earlier posts.
@@ -262,6 +283,10 @@ class DecodeGraphs:
         if shared is not None:
             shared.note(shared.new_operation("recorded pass"))
         return out
+
+    def _reserved_bytes(self) -> int:
+        device = self._model.flat.device
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
     def _compute(self, inputs: _Inputs, sampling: SamplingConfig | None) -> Decoded:
         rows = paged_rows(self._backends, inputs.pages, page_size=self._cache.block_size)

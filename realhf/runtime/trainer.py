@@ -367,6 +367,9 @@ class Trainer:
             for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
                 with self._runner.one_step():
                     experiment.step(self._runner)
+        if step == self._first_step:
+            with self._process.doing("measures the memory for caches"):
+                self._state.models.engines.settle_cache_limits()
         record = self._executor.take_record()
         evaluation = []
         if self._evaluates and (is_last or _is_multiple(step, experiment.eval_every)):

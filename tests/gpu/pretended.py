@@ -25,11 +25,13 @@ from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
 from realhf.attention.triton_paged import TritonAttention
 from realhf.calls import SamplingConfig
+from realhf.devices import reserved
 from realhf.distributed.group import Group
 from realhf.distributed.world import World
 from realhf.inference import page_pool, sampling
 from realhf.nn.fused import TritonChains
 from realhf.nn.vocab_parallel import Head
+from tests.gpu.emulated_driver import EmulatedDriver, tensor_at
 from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
 from tests.nn import chains
 
@@ -55,8 +57,11 @@ def pretended_device() -> Iterator[torch.device]:
     graphs = patch.object(page_pool, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
-        memory_allocated=lambda device: 0,
+        memory_allocated=lambda device: 0, empty_cache=lambda: None,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=driver.total),
     )
+    driver = EmulatedDriver()
+    mapping = patch.multiple(reserved, cuda_driver=lambda: driver, tensor_at=_tensor_at)
     stream = PretendedStream()
     streams = patch.multiple(
         torch.cuda, Event=PretendedEvent, Stream=PretendedStream, stream=lambda _: nullcontext(),
@@ -65,8 +70,8 @@ def pretended_device() -> Iterator[torch.device]:
     called = _Called(_MARKS)
     backward = patch.object(torch.autograd, "_engine_run_backward", called.seen_by(_run_backward))
     with (
-        kernels, ours, fused, drawing, compiled, graphs, memory, streams, backward, _Dispatched(_MARKS),
-        called,
+        kernels, ours, fused, drawing, compiled, graphs, memory, mapping, streams, backward,
+        _Dispatched(_MARKS), called,
     ):
         yield CUDA
 
@@ -118,6 +123,13 @@ _MARKS = _Marks()
 def mark_as_there(*tensors: torch.Tensor) -> None:
     """Say that the memory of these tensors is the device's."""
     _MARKS.set(tensors, there=True)
+
+
+def _tensor_at(memory: Any, device: torch.device) -> torch.Tensor:
+    with _disable_current_modes():
+        tensor = tensor_at(memory, device)
+    _MARKS.set(tensor, there=True)
+    return tensor
 
 
 def _varlen_attn(

@@ -5,11 +5,11 @@ import torch
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.distributed.world import World
+from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.inference import cache_memory
-from realhf.inference.cache_memory import CacheSizes, GenerationLimits
+from realhf.inference.cache_memory import CacheLimits, CacheSizes, GenerationLimits
 from realhf.inference.response_buffer import PromptGroup
 from realhf.layout import Layout, even_split
 from realhf.models.kv_blocks import SHARE_OF_HOST
@@ -99,6 +99,22 @@ def test_ranks_agree_on_the_least_and_tokens_stay(pool, layout):
     assert {taken for _, taken in results} == {int(SHARE_OF_HOST * scarce)}
     found = {i: row for rows, _ in results for i, row in rows.items()}
     assert found == expected
+
+
+def test_limits_are_measured_again_once(monkeypatch):
+    """At the end of the first step; not those of a checkpoint, nor of a cache that is in use."""
+    free = [1 << 20]
+    monkeypatch.setattr(cache_memory, "free_bytes", lambda device, *, num_users: free[0])
+    groups = ParallelGroups.create(World(), Layout.parse("d1@0"))
+    limits = CacheLimits(groups)
+    limits.restore({"old": 5})
+    assert [limits.of(call).agree(lambda: 0) for call in ("old", "new", "kept")] == [5, 1 << 19, 1 << 19]
+    free[0] = 1 << 10
+    limits.settle(besides={"kept"})
+    assert limits.agreed == {"old": 5, "new": 1 << 9, "kept": 1 << 19}
+    free[0] = 1 << 30
+    limits.settle(besides={"kept"})
+    assert limits.agreed["new"] == 1 << 9
 
 
 def test_it_is_said_once_what_was_taken(capsys):

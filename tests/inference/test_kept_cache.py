@@ -113,13 +113,13 @@ def _kept_on_pages(case, options=None):
     ("options", "budget"),
     marked(product([{"max_rows": 2}, {}, {"max_rows": 3, "prefill_tokens": 9}], [10, 1]), quick=[0]))
 def test_recorded_steps_use_the_cache_of_their_round(versions, budget, options, monkeypatch):
-    """The pool grows, and with it the memory that recorded passes use."""
+    """The pool grows under what is recorded: a pass for each number of rows, and none again."""
     monkeypatch.setattr(Scheduler, "_restart", None)  # Nothing is computed twice.
     case = _case(versions, budget)
     found, tapes = _kept_on_pages(case, options)
     check_rows(found, expected_rows(case, versions[0], keep=True), case)
     if budget == 10:
-        assert sum(tape.num_replays for tape in tapes) > len(tapes) > 2
+        assert 2 <= len(tapes) <= 5 and sum(tape.num_replays for tape in tapes) > len(tapes)
 
 
 def test_constant_weights_give_the_tokens_of_one_call(versions):

@@ -120,7 +120,7 @@ def test_pages_live_across_calls_and_are_given_back(versions):
 
 
 def test_recorded_passes_are_dropped_with_what_they_read(versions):
-    """With the memory of the pages or of the weights."""
+    """With the memory of the weights, but not with that of the pages, which comes back to its addresses."""
     case = Case(BATCHES, [None], 24, {}, versions, paged=True)
     engine = make_engine(case, World(), Layout.parse("d1@0"))
     tapes = recorded(engine, PagedReference())
@@ -140,7 +140,7 @@ def test_recorded_passes_are_dropped_with_what_they_read(versions):
         found = {i: row for i, row in alone(case, engine=engine)[0].items()}
         _same_rows(found, expected)
         counts.append(len(tapes))
-    assert counts[0] < counts[1] < counts[2]
+    assert counts[0] == counts[1] < counts[2]
 
 
 @pytest.mark.parametrize("page_tokens, tokens", [(1, 64), (16, 64), (48, 96), (256, 256)])

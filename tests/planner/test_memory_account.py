@@ -198,6 +198,21 @@ def test_evaluations_are_counted_in_their_own_layouts():
     assert peak.bytes_by_use["communicators"] > 0
 
 
+def test_caches_of_calls_that_take_turns_need_no_room_together():
+    """A run gives the pages of one call back before the next one (see `MemoryMeter`)."""
+    other = PlannedCall(
+        "eval/gen", "generate", "actor", Workload(64, 24, 2000.0, max_new_tokens=4000, kv_cache_gib=20.0),
+        ("eval/gen", "gen"), is_evaluation=True)
+    plan = _plan(max_rows=40)
+    check = check_memory(_generation(80e9, evaluations=(other,)), plan)
+    fixed = sum(fixed_reserve(Cluster.load("h100-1x8")).values()) - 0.05 * 79.1 * 2**30
+    smaller = _generation((check.fullest.num_bytes + fixed) / 0.94, evaluations=(other,))
+    caches = {name: peak.bytes_by_use["kv_cache"] for name, peak in check.by_call.items()}
+    assert caches == {"gen": 40 * 1024 * 2**19, "eval/gen": 20 * 2**30}
+    fullest = check_memory(smaller, plan).fullest
+    assert check_memory(smaller, plan).fits and fullest.num_bytes + min(caches.values()) > fullest.available
+
+
 def test_a_kept_cache_rests_while_other_calls_run():
     problem = _generation(80e9, keeps_cache=True, rounds=2)
     score = FunctionCall("score", "forward", ("tokens",), ("scores",), role="actor")

@@ -123,10 +123,15 @@ def _limits(trainer):
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_cache_that_was_agreed(monkeypatch, tmp_path):
-    """Few blocks change the order in which rows run. The limit stays although more memory is free later."""
+    """Few blocks change the order in which rows run. The limit is measured again after the first step, before
+    its checkpoint, and stays although more memory is free later."""
     directory = write_task(tmp_path)
-    free = [1 << 17]
-    monkeypatch.setattr(cache_memory, "free_bytes", lambda device, *, num_users: free[0])
+    free = [1 << 17, 1 << 18]
+
+    def free_bytes(device, *, num_users):
+        return free.pop() if len(free) > 1 else free[0]
+
+    monkeypatch.setattr(cache_memory, "free_bytes", free_bytes)
     whole = tmp_path / "whole"
     trainer = _trainer(directory, whole)
     trainer.run()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -164,7 +164,8 @@ _GROWTH = 1.1
 class MemoryMeter:
     """Adds to the event of each call what memory it took, beside what was predicted.
 
-    - On CUDA, `memory_bytes` is the peak of torch's allocator, `max_memory_allocated`, during the call.
+    - On CUDA, `memory_bytes` is the peak of torch's allocator, `max_memory_allocated`, during the call, and
+      the pages of caches, which lie beside it.
     - On a CPU nobody counts temporary tensors. There, `counted_bytes` is what the engines of this rank hold
       at the end of the call, and its cache, and the prediction has the same parts.
     - `process_bytes` is the most that the process has held so far in the host's memory: its resident set,
@@ -204,7 +205,8 @@ class MemoryMeter:
         event["process_bytes"] = resident_bytes(peak=True)
         predicted = self._predicted.get(action.call.name, {}).get(self._rank)
         if on_cuda:
-            event["memory_bytes"] = torch.cuda.max_memory_allocated(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            event["memory_bytes"] = peak + self._engines.mapped_bytes
             name = (action.call.name, self._engine_key(action))
             self._most[name] = max(self._most.get(name, 0), event["memory_bytes"] - beside)
         else:
@@ -216,9 +218,10 @@ class MemoryMeter:
             event["predicted_process_bytes"] = self.beside_models + round(sum(predicted.values()))
 
     def _make_room(self, action: Run) -> int:
-        """Release gradients that the call does not need, and caches beside which it might not fit.
+        """Release gradients that the call does not need, and caches beside which it might not fit; then what
+        recorded passes hold, if it still might not.
 
-        Return the bytes of caches that stay beside the call, without its own.
+        Return the bytes of caches that stay beside the call, without its own and without recorded passes.
         """
         key = self._engine_key(action)
         self._engines.release("gradients", besides=key if action.call.kind == "train_step" else None)
@@ -226,12 +229,14 @@ class MemoryMeter:
             return 0
         own_engine = key if action.call.kind == "generate" else None
         need = self._need(action)
-        cached_bytes = self._engines.cached_bytes(besides=own_engine)
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        if need is None or need + cached_bytes > _USABLE * total:
-            self._engines.release("cache", besides=own_engine)
-            cached_bytes = self._engines.cached_bytes(besides=own_engine)
-        return cached_bytes
+        usable = _USABLE * torch.cuda.get_device_properties(self._device).total_memory
+        cached = self._engines.cached_bytes(besides=own_engine)
+        releasable: tuple[Literal["cache", "graphs"], ...] = ("cache", "graphs")
+        for what in releasable:
+            if need is None or need + sum(cached.values()) > usable:
+                self._engines.release(what, besides=own_engine)
+                cached = self._engines.cached_bytes(besides=own_engine)
+        return sum(size for part, size in cached.items() if part != "graphs")
 
     def _need(self, action: Run) -> float | None:
         """Return the bytes that a call needs on CUDA, with its own cache and communicators.
@@ -245,7 +250,8 @@ class MemoryMeter:
         if most is None:
             return None
         free, total = torch.cuda.mem_get_info(self._device)
-        return _GROWTH * most + total - free - torch.cuda.memory_reserved(self._device)
+        of_torch = torch.cuda.memory_reserved(self._device) + self._engines.mapped_bytes
+        return _GROWTH * most + total - free - of_torch
 
     def _engine_key(self, action: Run) -> EngineKey:
         assert action.call.role is not None

@@ -294,15 +294,24 @@ class EngineStore:
             for key, weights in weights_of.items():
                 weights.release(written=key == written)
 
-    def release(self, what: Literal["gradients", "cache"], *, besides: EngineKey | None) -> None:
+    def release(self, what: Literal["gradients", "cache", "graphs"], *, besides: EngineKey | None) -> None:
         """Free a part of the memory of all engines but one (see `Engine.release`)."""
         for key, engine in self._engines.items():
             if key != besides:
                 engine.release(what)
 
-    def cached_bytes(self, *, besides: EngineKey | None) -> int:
-        """Return the bytes of the caches that all engines but one hold for their next generation."""
-        return sum(sum(engine.caches.values()) for key, engine in self._engines.items() if key != besides)
+    def cached_bytes(self, *, besides: EngineKey | None) -> dict[str, int]:
+        """Return the bytes that all engines but one hold for their next generation, by part."""
+        parts: dict[str, int] = {}
+        for key, engine in self._engines.items():
+            for part, size in engine.caches.items() if key != besides else ():
+                parts[part] = parts.get(part, 0) + size
+        return parts
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of the device that engines hold apart from torch's allocator."""
+        return sum(engine.mapped_bytes for engine in self._engines.values())
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of each part on this rank, as the planner names the parts.
@@ -331,6 +340,15 @@ class EngineStore:
             if isinstance(engine, GeneratingEngine) and engine.cache_limits.agreed:
                 limits.setdefault(role, {})[str(layout)] = engine.cache_limits.agreed
         return limits
+
+    def settle_cache_limits(self) -> None:
+        """Agree anew on the limits that ranks agreed on before all calls of a step had run: by now, training
+        and communicators have what they keep. All ranks call this at the end of the first step."""
+        for what in ("gradients", "cache"):
+            self.release(what, besides=None)
+        for engine in self._engines.values():
+            if isinstance(engine, GeneratingEngine):
+                engine.settle_cache_limits()
 
     def restore_cache_limits(self, limits: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
         """Take over the limits of a checkpoint under the same plan."""
