@@ -130,7 +130,9 @@ def _generate_with_experts(world, layout, directory):
     engine = engine_of(directory, paged=PagedReference(), world=world, layout=layout, dtype="float32")
     tapes = recorded(engine, PagedReference())
     found = []
-    for stop in _STOPS:
+    for number, stop in enumerate(_STOPS):
+        if number == 2 and world.rank == 1:
+            engine.release("graphs")
         start, stop = (0, stop) if world.rank == 0 else (stop, None)
         made, _ = _generate(
             engine, long_prompts()[start:stop], seed=3, first_id=start, max_new_tokens=40, max_rows=12)
@@ -140,8 +142,8 @@ def _generate_with_experts(world, layout, directory):
 
 @pytest.mark.slow
 def test_experts_on_several_ranks_are_recorded(pool, tmp_path):
-    """All ranks record and replay in the same steps: also without rows, and after the pool of one rank grew,
-    which drops what it had recorded."""
+    """All ranks record and replay in the same steps: also without rows, after the pool of one rank grew,
+    which keeps what it had recorded, and after one rank lost that before the third call."""
     write_model(
         tmp_path, "qwen3-moe", eos_token_id=[5, 11, 23], max_position_embeddings=256, initializer_range=0.4)
     alone = engine_of(tmp_path, dtype="float32")
@@ -155,7 +157,7 @@ def test_experts_on_several_ranks_are_recorded(pool, tmp_path):
         assert counts == other_counts and counts[1] > so_far[1] + 10
         grew.append(counts[0] > so_far[0])
         so_far = counts
-    assert grew == [True, True, False, True]
+    assert grew == [True, False, True, True]  # The fourth call has other shapes than the third.
 
 
 def test_lengths_that_decide_on_angles_are_not_recorded(tmp_path):
