@@ -37,6 +37,9 @@ from realhf.planner.rates import Rates
 NEW_TOKENS = 896
 PROMPT_TOKENS = 128
 MINIBATCHES = 8
+REAL = replace(OUR_CUDA, decode_kernels=18, sum_kernels=0)
+"""ReaL's engine has no kernels of its own for chains of operations: a block of a decode step has as many as
+torch's operations."""
 GAINS = (0.75, 1.33)
 """Predicted over published, in at least `ENOUGH` of the rows."""
 ENOUGH = 5
@@ -117,7 +120,7 @@ def _on(hosts: range, **degrees: int) -> Layout:
 def predicted(row: PublishedGain, *, batch_size: int, recorded: bool, time_limit: float) -> dict[str, Any]:
     """Return the seconds of both baselines and of the plan found; None where a baseline fits in no way."""
     cluster = replace(Cluster.load("h100-8x8"), num_hosts=row.devices // 8)
-    rates = Rates(cluster, None, replace(OUR_CUDA, recorded=recorded))
+    rates = Rates(cluster, None, replace(REAL, recorded=recorded))
     experiment = experiment_of(row, batch_size)
     seconds: dict[str, float | None] = {}
     for name, pins in (("symmetric", symmetric(row)), ("repository", of_the_repository(row)), ("ours", {})):

@@ -492,10 +492,10 @@ class GenerationMoments:
         pieces = self._pieces
         if not pieces.fused:
             return 0.0
-        kernels = stage.num_layers * OUR_CUDA.decode_kernels
-        if pieces.role.config.moe is not None:
-            gathers = OUR_CUDA.gathered_kernels * (pieces.strategy.ep > 1)
-            kernels += stage.num_layers * (OUR_CUDA.decode_expert_kernels + gathers)
+        config = pieces.role.config
+        s = pieces.strategy
+        kernels = stage.num_layers * OUR_CUDA.of_decode_block(
+            config, has_experts=config.moe is not None, tp=s.tp, ep=s.ep)
         largest = padded_size(self._rows) * pieces.strategy.ep
         graphs = _GRAPH_KERNEL_BYTES * kernels * _num_padded_sizes(self._rows)
         return graphs + pieces.forward_temporaries(largest)

@@ -103,8 +103,12 @@ class EnginePath:
 
     kernels: int  # In training and prefill.
     expert_kernels: int  # Those that experts add: router, permutations, grouped products.
-    decode_kernels: int
-    decode_expert_kernels: int
+    decode_kernels: int  # Of a dense block in a decode step, besides collectives.
+    decode_expert_kernels: int  # Those that experts add to them,
+    shared_kernels: int = 0  # and shared experts,
+    shared_gate_kernels: int = 0  # and their gate,
+    latent_kernels: int = 0  # and latent attention,
+    sum_kernels: int = 0  # and the sums over tensor-parallel ranks.
     kernels_per_expert: int = 0  # Those of each expert that runs by itself, in training and prefill.
     recorded: bool = False  # Whether decode steps replay recorded kernels, so that the host launches none.
     gathers: bool = True
@@ -135,11 +139,26 @@ class EnginePath:
         """Return the path of the engine that trains a model, if this is that of the native engine."""
         return MEGATRON if isinstance(config, MegatronConfig) else self
 
+    def of_decode_block(self, config: ModelConfig, *, has_experts: bool, tp: int = 1, ep: int = 1) -> int:
+        """Return the kernels of a block in a decode step, besides collectives."""
+        kernels = self.decode_kernels
+        kernels += self.latent_kernels if config.mla is not None else 0
+        kernels += self.sum_kernels if tp > 1 else 0
+        if has_experts:
+            assert config.moe is not None
+            kernels += self.decode_expert_kernels
+            kernels += self.shared_kernels if config.moe.shared_width else 0
+            kernels += self.shared_gate_kernels if config.moe.shared_gate else 0
+            kernels += self.gathered_kernels if self.gathers and ep > 1 else 0
+        return kernels
+
 
 OUR_CUDA = EnginePath(
-    kernels=17, expert_kernels=17, decode_kernels=19, decode_expert_kernels=18, recorded=True)
-"""Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
-Decoding: PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
+    kernels=17, expert_kernels=17, decode_kernels=9, decode_expert_kernels=5, shared_kernels=4,
+    shared_gate_kernels=3, latent_kernels=6, sum_kernels=2, recorded=True)
+"""Training and prefill: counted as the operators of a block that torch dispatches
+(tests/planner/test_rates.py). Decoding: the launches that the engine's test counts (tests/nn/test_fused.py)
+with PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
 OUR_CPU = EnginePath(
     kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True,
     reads_blocks=True)
@@ -163,7 +182,8 @@ pass through stages pads packed sequences to the limit, experts are not split
 (expert_tensor_parallel_size 1), and gradients are reduced during the backward pass (overlap_grad_reduce)."""
 _VLLM = replace(
     OUR_CUDA, decode_kernels=NEMO.decode_kernels, decode_expert_kernels=NEMO.decode_expert_kernels,
-    gathers=False)
+    shared_kernels=NEMO.shared_kernels, shared_gate_kernels=NEMO.shared_gate_kernels,
+    latent_kernels=NEMO.latent_kernels, sum_kernels=NEMO.sum_kernels, gathers=False)
 _FP8: Mapping[str, Any] = {"decode_speed": 2.0, "decode_weight_bytes": 1.0}
 ENGINES: Mapping[str, EnginePath | None] = {
     "realhf": None,

@@ -319,13 +319,13 @@ class Rates(LinkRates):
             role, tokens=padded, params=shape.dense / n, depth=depth, speed=path.decode_speed,
             weight_bytes=path.decode_weight_bytes or self._stored_bytes(role))
         communication = 2 * self.all_reduce(padded * c.hidden_size * role.itemsize, tp) + np.zeros_like(rows)
-        kernels = float(path.decode_kernels)
+        kernels = float(path.of_decode_block(c, has_experts=False, tp=n))
         if c.moe is not None:
             experts, moved, exchanged = self._decode_experts(role, tp, ep, rows=padded)
             compute = compute + experts + self.traffic(moved)
             communication = communication + exchanged
-            gathers = path.gathers and ep.size > 1
-            kernels += shape.moe_share * (path.decode_expert_kernels + gathers * path.gathered_kernels)
+            of_experts = path.of_decode_block(c, has_experts=True, tp=n, ep=ep.size)
+            kernels += shape.moe_share * (of_experts - kernels)
         read = self._cache_bytes(role, n, rows=rows, context=context, shared=shared)
         scores = rows * context * shape.decode_attention / n / (self.peak(role) * self.efficiencies.matmul)
         compute = compute + np.maximum(scores, read / self._memory)

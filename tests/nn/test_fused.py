@@ -20,6 +20,8 @@ from realhf.inference.forward_batch import PagedBackends
 from realhf.inference.kv_cache import RowPages
 from realhf.inference.page_pool import PagePool
 from realhf.models.lora import LoraConfig
+from realhf.models.model_config import ModelConfig
+from realhf.planner.efficiencies import OUR_CUDA
 from tests.families import CASES, MOE_CASES
 from tests.gpu.host_traffic import RECORDER, host_traffic
 from tests.gpu.models import engine_of, generate, our_pass, tokens, write_model
@@ -125,39 +127,65 @@ def _per_layer(tmp_path, name, **settings):
     return per_layer, few - 3 * per_layer
 
 
-CHANGES = {"deepseek-v3": {"n_routed_experts": 8, "first_k_dense_replace": 0}}
-"""Groups of experts have a power of two in real models, too, and all layers are alike here."""
+CHANGES = {
+    "deepseek-v3": {"n_routed_experts": 8, "first_k_dense_replace": 0},
+    "qwen2-moe": {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}}
+"""Groups of experts have a power of two in real models, too, grouped products take rows of 16 bytes, and all
+layers are alike here."""
 
 
 # Embedding, positions, lengths, angles, the last sum with its norm; the copies of the inputs.
 AROUND = 5 + 6
 LAUNCHES = [
-    # Family, settings: launches of a layer, of head and sampling.
-    ("llama", {}, 9, 3), ("qwen2", {}, 9, 3), ("qwen3", {}, 9, 3), ("gemma-2", {}, 9, 3),
-    ("gpt2", {}, 9, 3),
-    ("qwen2", {"top_p": 0.9, "top_k": 20}, 9, 4), ("qwen2", {"temperature": 0.0}, 9, 3),
-    ("qwen2", {"lora": LoraConfig(rank=2, target_modules=("o_proj",))}, 11, 3),
-    ("olmo-2", {}, 9, 3), ("mixtral", {}, 14, 3), ("qwen3-moe", {}, 14, 3), ("deepseek-v3", {}, 24, 3),
+    # Family, settings: launches of head and sampling.
+    ("llama", {}, 3), ("qwen2", {}, 3), ("qwen3", {}, 3), ("gemma-2", {}, 3), ("gpt2", {}, 3),
+    ("qwen2", {"top_p": 0.9, "top_k": 20}, 4), ("qwen2", {"temperature": 0.0}, 3),
+    ("qwen2", {"lora": LoraConfig(rank=2, target_modules=("o_proj",))}, 3),
+    ("olmo-2", {}, 3), ("mixtral", {}, 3), ("qwen3-moe", {}, 3), ("qwen2-moe", {}, 3), ("deepseek-v3", {}, 3),
 ]
 
 
-@pytest.mark.parametrize("name, settings, per_layer, sampling", marked(LAUNCHES, quick=[1, 5, 8, 9, 11]))
-def test_launches_of_a_decoding_step(tmp_path, name, settings, per_layer, sampling):
+def _planned(directory, **ranks):
+    """Return the launches of a layer that the planner prices."""
+    config = ModelConfig.load(str(directory))
+    return OUR_CUDA.of_decode_block(config, has_experts=config.moe is not None, **ranks)
+
+
+@pytest.mark.parametrize("name, settings, sampling", marked(LAUNCHES, quick=[1, 5, 8, 9, 12]))
+def test_launches_of_a_decoding_step(tmp_path, name, settings, sampling):
+    """Those of a layer are the planner's, and one more for each product of an adapter."""
     found = _per_layer(tmp_path, name, **settings)
+    per_layer = _planned(tmp_path / "3") + 2 * ("lora" in settings)
     # Gemma scales its embedding; GPT-2 adds one of positions, and computes no angles.
     assert found == (per_layer, AROUND + sampling + (name in ("gemma-2", "gpt2")))
 
 
-def _of_rank(world, directories):
+def test_the_page_has_the_launches():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    path = OUR_CUDA
+    experts = path.decode_kernels + path.decode_expert_kernels
+    latent = experts + path.shared_kernels + path.latent_kernels
+    for sentence in (
+        f"layer launches {path.decode_kernels} kernels:", f"each with a copy: {path.decode_kernels + 4}.",
+        f"A layer of experts launches {experts} kernels", f"DeepSeek-V3 launches {latent}:",
+    ):
+        assert sentence in page
+
+
+def _of_rank(world, directories, layout):
     """Count a collective as one launch, as it is over NCCL."""
     collectives = {name: RECORDER.kernel(getattr(Group, name)) for name in COLLECTIVES}
     with patch.multiple(Group, **collectives):
-        few, many = (_launches(directory, world=world, layout="t2@0-1") for directory in directories)
+        few, many = (_launches(directory, world=world, layout=layout) for directory in directories)
     return (many - few) // 2
 
 
 @pytest.mark.slow
-def test_launches_under_tensor_parallelism(pool, tmp_path):
-    """Each layer copies its outputs and adds them up over the ranks, twice."""
-    directories = [write_model(tmp_path / str(n), "qwen2", num_hidden_layers=n) for n in (3, 5)]
-    assert pool.run(_of_rank, directories, num_ranks=2)[:2] == [13, 13]
+@pytest.mark.parametrize("name, layout, ranks", [
+    ("qwen2", "t2@0-1", {"tp": 2}), ("mixtral", "t2@0-1", {"tp": 2}), ("mixtral", "e2@0-1", {"ep": 2})])
+def test_launches_on_two_ranks(pool, tmp_path, name, layout, ranks):
+    """Each layer adds its outputs up over tp ranks twice; over ep ranks it gathers its rows and scatters the
+    sums. The planner prices these collectives by themselves."""
+    directories = [write_model(tmp_path / str(n), name, num_hidden_layers=n) for n in (3, 5)]
+    most = _planned(directories[0], **ranks) + 2
+    assert pool.run(_of_rank, directories, layout, num_ranks=2)[:2] == [most, most]

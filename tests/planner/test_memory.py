@@ -17,6 +17,7 @@ from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec, region_size
 from realhf.planner.call_memory import CallPieces, GenerationMoments
+from realhf.planner.efficiencies import OUR_CUDA
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import greatest_load
@@ -403,7 +404,7 @@ def test_recorded_steps_take_memory_for_each_kernel():
     options = {"micro_batch_tokens": 4096}
     graphs = peak_memory(role, "generate", work, ParallelStrategy(), 0, fused=True, **options).graphs
     pool = CallPieces(role, work, ParallelStrategy(), 4096, False, fused=True).forward_temporaries(128)
-    assert graphs - pool == 9 * 32 * 19 * 64 * 1024
+    assert graphs - pool == 9 * 32 * OUR_CUDA.decode_kernels * 64 * 1024
     assert not peak_memory(role, "generate", work, ParallelStrategy(), 0, **options).graphs
 
 
