@@ -33,6 +33,7 @@ from realhf.planner.call_cost import CallCost, call_cost, offloaded
 from realhf.planner.call_memory import RunningMemory
 from realhf.planner.communicator_memory import CommunicatorBytes, CommunicatorMemory, use_of
 from realhf.planner.deadline import Deadline, part_of_work
+from realhf.planner.micro_batches import ROUND_TO, UNEVEN
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload, parameter_table
 from realhf.planner.rates import Rates
 from realhf.planner.rows import RankRows
@@ -55,8 +56,6 @@ _NUM_CHUNKS = (1, 2, 4)  # Of a pipeline stage, where the engine interleaves the
 _LARGEST_MICRO_BATCH = 1 << 17
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)  # The numbers of micro-batches of a train step that are tried,
 _FEW_SPLITS = (1, 4, 16)  # and those of a forward call, besides micro-batches of one group.
-_UNEVEN = 1.04  # How many times as large as the mean micro-batch the others may be.
-_ROUND_TO = 128
 _PRICED = 12  # The numbers of rows that are priced in a layout, from the largest that fits on.
 _STEPS = 4  # The numbers of rows between some and twice as many.
 _EQUAL_WAVES = 12  # Among them are those with which all slots start up to so many rows each.
@@ -502,7 +501,7 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
 
 def _rounded(tokens: float) -> int:
     """Return the size of micro-batches of so many tokens on average, with room for those that are larger."""
-    return math.ceil(_UNEVEN * tokens / _ROUND_TO) * _ROUND_TO
+    return math.ceil(UNEVEN * tokens / ROUND_TO) * ROUND_TO
 
 
 def _pinned(

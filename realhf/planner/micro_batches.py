@@ -21,6 +21,10 @@ _DRAWN = 2048  # Sequences that are drawn, in several mini-batches.
 _LEAST_DRAWS = 3
 _MOST_DRAWS = 16
 _MOST_SPLITS = 4  # Mini-batches that are split into micro-batches.
+_MOST_PARTS = 64
+_MOST_GROUPS = 16
+UNEVEN = 1.04  # How many times as large as the mean micro-batch the others may be.
+ROUND_TO = 128
 _MANY = 12  # With so many groups in a micro-batch, all micro-batches cost the same.
 
 
@@ -229,6 +233,21 @@ def largest_micro_batch(
     tokens = max(longest, min(max_tokens, groups * length / num_micro_batches + longest / 2)) / cp
     response_share = size * max(workload.response_tokens / length, longest_response / longest)
     return LargestMicroBatch(num_micro_batches, tokens, tokens * response_share)
+
+
+def micro_batch_sizes(workload: Workload, strategy: ParallelStrategy) -> list[int]:
+    """Return the sizes with which a rank has up to `_MOST_PARTS` micro-batches, or up to `_MOST_GROUPS`
+    groups in one."""
+    groups = _num_groups(workload, strategy)
+    longest = max(1, math.ceil(workload.group_tokens))
+    sizes = {number * longest for number in range(1, min(groups, _MOST_GROUPS) + 1)}
+    for number in range(1, min(groups, _MOST_PARTS) + 1):
+        if workload.all_alike:
+            sizes.add(math.ceil(groups / number) * longest)
+        else:
+            share = UNEVEN * groups * longest / number
+            sizes.add(max(longest, math.ceil(share / ROUND_TO) * ROUND_TO))
+    return sorted(sizes)
 
 
 def _num_groups(workload: Workload, strategy: ParallelStrategy) -> int:

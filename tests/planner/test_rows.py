@@ -232,11 +232,11 @@ def test_the_rows_of_equal_lengths_are_the_most_that_fit():
     (LONG, 30), (Lengths(np.ones(4096)), 30),
     pytest.param(LONG, 200, marks=pytest.mark.slow), pytest.param(GEOMETRIC, 200, marks=pytest.mark.slow)])
 def test_no_edit_beats_the_bound(lengths, number):
-    """Random rows and caches of a plan, then micro-batches, too. The sizes of these are a list, and one
-    between two of them may be better by little."""
+    """Random rows and caches of a plan, then micro-batches, too. Where sequences differ in length, these are
+    those of drawn batches, so that times jump by little."""
     found = planned(rl_problem(lengths))
     bound = found.result.lower_bound_seconds
-    for micro_batches, close in ((False, 1e-6), (True, 5e-3)):
+    for micro_batches, close in ((False, 1e-6), (True, 1e-6 if lengths.all_equal else 3e-3)):
         best = best_edit(found, number=number, seed=1, micro_batches=micro_batches)
         assert best is not None and best[0] >= bound * (1 - close)
 
