@@ -72,7 +72,7 @@ from realhf.planner.step_time import predict  # noqa: E402
 GAP = 0.001  # The search ends at this gap.
 NO_SLOWER = 1 - 1e-6
 HEURISTIC_MEAN = 1.35  # The mean of ReaL's published speedups over its heuristic.
-GAPS = {64: 0.01, 128: 0.02, 1024: 0.05}
+GAPS = {64: 0.01, 128: 0.02, 1024: 0.02}
 """Number of devices -> the largest gap allowed on that many (and fewer)."""
 SECONDS = {64: 10.0, 128: 20.0, 1024: 60.0}
 """Number of devices -> the CPU seconds in which this gap must be reached."""

@@ -19,20 +19,11 @@ from realhf.layout import MAX_RANKS, DeviceMesh, Layout
 from realhf.planner.call_cost import CallCost
 from realhf.planner.deadline import Deadline, OutOfTime
 from realhf.planner.memory_account import MemoryCheck, check_memory, offloading_optimizers, require_fit
-from realhf.planner.micro_batches import micro_batch_sizes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
 from realhf.planner.reserves import ENOUGH_FREE, Preference, preferred
-from realhf.planner.search import (
-    SAME,
-    LocalSearch,
-    NoPlan,
-    ReportProgress,
-    SearchResult,
-    leanest,
-    search,
-)
+from realhf.planner.search import LocalSearch, NoPlan, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shard import available_bytes
 from realhf.planner.step_time import (
@@ -186,50 +177,21 @@ def make_plan(
     if preference is not None:
         result = replace(result, chosen=preference.chosen, step_seconds=preference.step_seconds)
     chosen = np.array(result.chosen)
-    reserve = 0.0 if slack == 0 else ENOUGH_FREE * space.capacity
-    plan = with_best_micro_batches(space, ExecutionPlan(space.call_plans(result.chosen)), reserve=reserve)
-    priced = price(problem, rates, plan)
-    step_seconds = min(result.step_seconds, priced.step_seconds)
+    with deadline.lifted():
+        space.refine(result.chosen, reserve=0.0 if slack == 0 else ENOUGH_FREE * space.capacity)
+        step_seconds = float(space.exact_periods(chosen[None])[0])
     bound = min(result.lower_bound_seconds, step_seconds)
     result = replace(result, step_seconds=step_seconds, lower_bound_seconds=bound)
     figures = {name: getattr(result, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
-    plan = replace(plan, predicted={name: float(f"{figure:.6g}") for name, figure in figures.items()})
+    predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
+    plan = ExecutionPlan(space.call_plans(result.chosen), predicted)
+    priced = price(problem, rates, plan)
     assert priced.memory.fits, f"the search counts less memory than the check: {priced.memory.fullest}"
     reasons = find_reasons(space, chosen) if explain else {}
     deadline.lift()
     return Planned(
         problem, rates, plan, priced.costs, priced.simulation, priced.ports, priced.memory, space, result,
         reasons, baseline, deadline.spent, preference)
-
-
-def with_best_micro_batches(space: SearchSpace, plan: ExecutionPlan, *, reserve: float) -> ExecutionPlan:
-    """Return the plan with the micro-batches with which each call is fastest, of all sizes that fit beside
-    the rest of the plan.
-
-    They leave `reserve` bytes free on every rank, or as many as are free now. The search has tried some of
-    these sizes only.
-    """
-    problem = space.problem
-    account = space.memory.account
-    with space.deadline.lifted():
-        free = min(reserve, -account.excess(plan))
-        for call in problem.model_calls:
-            if call.kind == "generate" or "micro_batch_tokens" in problem.pinned_options.get(call.name, {}):
-                continue
-            now = plan[call.name]
-            sizes = micro_batch_sizes(problem.workloads[call.name], now.layout.strategy)
-            edits = [now, *(replace(now, micro_batch_tokens=size) for size in sizes)]
-            seconds = np.array([
-                cost_of(problem, space.rates, call, edit, now.layout.ranks).seconds for edit in edits])
-            for number in np.argsort(seconds, kind="stable").tolist():
-                if seconds[number] >= seconds[0] * (1 - SAME):
-                    break
-                edit = replace(edits[number], predicted={"seconds": float(f"{seconds[number]:.6g}")})
-                edited = replace(plan, calls={**plan.calls, call.name: edit})
-                if -account.excess(edited) >= free:
-                    plan = edited
-                    break
-    return plan
 
 
 def price(problem: Problem, rates: Rates, plan: ExecutionPlan) -> PricedPlan:

@@ -32,6 +32,7 @@ _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _TURNS = (0, 2, 1, 2)  # The trees that take turns: 0 has the lowest bound, 2 the highest of three.
 _BEAM = 24  # The width of a beam search.
 _BEAM_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
+_NEW_MOVES = 3  # The most reallocations of unfinished plans that an expansion prices.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
 ReportProgress = Callable[[float, float, float], None]
 """Called with the best step seconds, the lower bound and the seconds spent."""
@@ -414,10 +415,10 @@ class _Tree:
     def __init__(self, space: SearchSpace, local: LocalSearch, decisions: Sequence[_Decision]) -> None:
         """Set up a tree in which plans are decided in this order.
 
-        Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
-        otherwise too many pairs of layouts come up.
+        Reallocations of unfinished plans are all priced only if all meshes are decided before any candidate:
+        otherwise too many pairs of layouts come up, of which those of the most promising plans are priced.
         """
-        self._prices_moves = not any(d.is_candidate for d in decisions[: len(decisions) // 2])
+        self._meshes_first = not any(d.is_candidate for d in decisions[: len(decisions) // 2])
         self._space = space
         self._local = local
         self._groups = space.open_groups
@@ -533,8 +534,12 @@ class _Tree:
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
         is_complete = depth + 1 == self._leaf_depth
-        if len(children) and (is_complete or (decides_candidate and self._prices_moves)):
-            moving = self._space.moving(children)
+        if len(children) and (is_complete or decides_candidate):
+            order = np.argsort(bounds, kind="stable")
+            children, bounds = children[order], bounds[order]
+            in_beam = most_plans is not None
+            most_new = np.inf if is_complete or self._meshes_first else 0 if in_beam else _NEW_MOVES
+            moving = self._space.moving(children, most_new=most_new)
             of_ranks = self._space.memory.rank_bytes(children) if is_complete else None
             bounds = np.maximum(bounds, self._space.periods(
                 children, moving=moving, exact=is_complete, of_ranks=of_ranks))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.execution_plan import CallPlan
+from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planner.call_cost import CallCost
 from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
@@ -26,6 +26,7 @@ from realhf.planner.deadline import Deadline
 from realhf.planner.links import ranks_per_host
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.memory_bounds import MemoryBounds, RankBytes
+from realhf.planner.micro_batches import micro_batch_sizes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals
@@ -40,6 +41,8 @@ from realhf.planner.step_time import (
     one_step_periods,
     step_periods,
 )
+
+_SAME = 1e-9  # Relative difference below which two times are equal.
 
 
 class HostCall(NamedTuple):
@@ -88,6 +91,8 @@ class SearchSpace:
         self.memory = MemoryBounds(MemoryAccount(problem, self.deadline), self.groups, names)
         self._settled: dict[tuple[int, ...], dict[int, SettledCall]] = {}
         self._costs: dict[tuple[object, ...], CallCost] = {}
+        self._refined = False
+        """Whether settled calls may differ from their candidates in micro-batches."""
         self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
         self._host_calls = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
@@ -174,6 +179,38 @@ class SearchSpace:
             self._settled[key] = calls
         return self._settled[key]
 
+    def refine(self, chosen: Sequence[int], *, reserve: float) -> None:
+        """Settle the calls of a plan with the micro-batches with which each is fastest, of all sizes that fit
+        beside the rest of the plan; the candidates have some of these sizes only.
+
+        They leave `reserve` bytes free on every rank, or as many as are free now.
+        """
+        account = self.memory.account
+        calls = dict(self.settled(chosen))
+
+        def excess(plans: Mapping[int, SettledCall]) -> float:
+            return account.excess(ExecutionPlan({self.calls[i].name: s.call_plan for i, s in plans.items()}))
+
+        free = min(reserve, -excess(calls))
+        for i, now in list(calls.items()):
+            call = self.calls[i]
+            pinned = self.problem.pinned_options.get(call.name, {})
+            if call.kind == "generate" or "micro_batch_tokens" in pinned:
+                continue
+            layout = now.call_plan.layout
+            faster = []
+            for size in micro_batch_sizes(self.problem.workloads[call.name], layout.strategy):
+                call_plan = replace(now.call_plan, micro_batch_tokens=size)
+                cost = cost_of(self.problem, self.rates, call, call_plan, layout.ranks)
+                if cost.seconds < now.cost.seconds * (1 - _SAME):
+                    faster.append(SettledCall(call_plan, cost))
+            for settled in sorted(faster, key=lambda settled: settled.cost.seconds):
+                if -excess({**calls, i: settled}) >= free:
+                    calls[i] = settled
+                    break
+        self._settled[tuple(int(index) for index in chosen)] = calls
+        self._refined = True
+
     def _with_all_rows(self, settled: SettledCall, position: int) -> SettledCall:
         at_one = settled.call_plan
         most = most_rows(self.problem.workloads[self.calls[position].name], at_one.layout.strategy)
@@ -226,9 +263,10 @@ class SearchSpace:
         return self._costs[key]
 
     def exact_times(self, plans: np.ndarray) -> CallTimes:
-        """Return the times and ranks of every call of complete plans, with their best rows."""
+        """Return the times and ranks of every call of complete plans, as they are settled."""
         times = self.call_times(plans)
-        for k in range(len(plans) if any(group.row_tables for group in self.groups) else 0):
+        differ = self._refined or any(group.row_tables for group in self.groups)
+        for k in range(len(plans) if differ else 0):
             for i, settled in self.settled(plans[k].tolist()).items():
                 times.seconds[k, i] = settled.cost.seconds
         return times
@@ -255,11 +293,12 @@ class SearchSpace:
         seconds, first, stop = self.call_times(choices)
         return one_step_periods(self.needs, seconds, have_common_ranks(first, stop))
 
-    def moving(self, choices: np.ndarray) -> np.ndarray:
+    def moving(self, choices: np.ndarray, *, most_new: float = math.inf) -> np.ndarray:
         """Return the seconds from the end of training until each copy of the weights is complete, shape (K,
         number of `needs.weights`).
 
-        Reallocations with an end whose choice is open take 0 seconds.
+        Reallocations with an end whose choice is open take 0 seconds, and so do those that were not priced
+        before, apart from the `most_new` that come first among the plans.
         """
         seconds = np.zeros((len(choices), len(self.needs.weights)))
         for trainer, numbers in self.needs.copies.items():
@@ -271,8 +310,11 @@ class SearchSpace:
             distinct, first, which = np.unique(
                 layouts[rows], axis=0, return_index=True, return_inverse=True)
             of_distinct = np.zeros((len(distinct), len(numbers)))
-            for row, of_calls in enumerate(distinct.tolist()):
-                if (key := (trainer, *of_calls)) not in self._known_moves:
+            for row in np.argsort(first).tolist():
+                if (key := (trainer, *distinct[row].tolist())) not in self._known_moves:
+                    if most_new <= 0:
+                        continue
+                    most_new -= 1
                     self.deadline.check()
                     self._known_moves[key] = self._arrivals(trainer, users, choices[rows[first[row]]])
                 of_distinct[row] = self._known_moves[key]

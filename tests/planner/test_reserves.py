@@ -80,7 +80,8 @@ def test_the_plan_says_what_its_longer_step_is_for():
         if safe.preference is not None and safe.preference.more_free_bytes:
             break
     lacking = [max(p.excess_bytes for p in made.memory.peaks.values()) for made in (fast, safe)]
-    assert safe.preference.more_free_bytes == pytest.approx(lacking[0] - lacking[1])
+    # As the search has found them; the micro-batches of both may since have grown.
+    assert safe.preference.more_free_bytes == pytest.approx(lacking[0] - lacking[1], rel=0.05)
     assert safe.preference.fastest_seconds == pytest.approx(fast.result.step_seconds)
     assert fast.result.step_seconds < safe.result.step_seconds <= 1.3 * fast.result.step_seconds
     assert safe.result.step_seconds == pytest.approx(safe.step_seconds)
