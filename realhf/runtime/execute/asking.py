@@ -130,9 +130,9 @@ class Asker:
                 answer = _answer(self._engines, ask, batch)
             (later := Later()).complete(lambda: answer)
             return later
-        self._raise_fault()
         later = Later(lambda: self._world.process.waiting([rank]))
         self._open.setdefault(rank, deque()).append(later)
+        self._raise_fault()  # The thread sets the fault before it looks at what is open.
         self._mail.send(rank, _question(self._numbers[call], batch))
         if self._receiver is None:
             self._receiver = Thread(target=self._receive_all, name="answers", daemon=True)
