@@ -85,7 +85,7 @@ def test_products_are_those_of_the_dequantised_weight(dtype, num_rows, num_input
     weight.scale_O = torch.rand(37, generator=generator).to(dtype) / 100
     x = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
     expected = x.double() @ weight.data.double().T * weight.scale_O.double()
-    bound = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+    bound = {torch.bfloat16: 1e-2, torch.float16: 5e-3}.get(dtype, 1e-5)
     for outputs in (slice(None), slice(5, 21)):
         found = weight.product(x, outputs).double()
         torch.testing.assert_close(found, expected[:, outputs], rtol=bound, atol=bound)
