@@ -8,6 +8,7 @@
 # make check                          ruff, mypy and the layering test
 # make docs                           builds the documentation as a site, site/index.html
 # make bench-setup                    sets up .venv-bench: the libraries that benchmarks compare with
+# make openvino-bench-setup           sets up .venv-openvino-bench: openvino-genai, and runs/real_model/openvino for it
 # make control-bench-setup            sets up .venv-control-bench: those of benchmarks/compare/control.py
 #
 # This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead (docs/gpu.md).
@@ -17,11 +18,13 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv-bench/.installed
+OPENVINO_STAMP := .venv-openvino-bench/.installed
 CONTROL_STAMP := .venv-control-bench/.installed
 # Many tests start processes: they load compiled modules, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
-.PHONY: setup bench-setup control-bench-setup demo test test-all test-tenth test-families gpu-check check docs clean
+.PHONY: setup bench-setup openvino-bench-setup control-bench-setup demo test test-all test-tenth test-families \
+	gpu-check check docs clean
 
 setup: $(STAMP)
 
@@ -35,6 +38,17 @@ bench-setup: setup $(BENCH_STAMP)
 $(BENCH_STAMP): constraints.txt benchmarks/requirements.txt
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -r benchmarks/requirements.txt
+	touch $@
+
+openvino-bench-setup: setup $(OPENVINO_STAMP)
+	test -d runs/real_model/openvino || HF_HUB_OFFLINE=1 .venv-openvino-bench/bin/optimum-cli export openvino \
+		--model runs/real_model/model --task text-generation-with-past --weight-format fp32 runs/real_model/openvino
+
+# torchvision, which optimum-intel needs for images alone, is often built for another torch, and fails then.
+$(OPENVINO_STAMP): benchmarks/requirements-openvino.txt
+	test -x .venv-openvino-bench/bin/python || $(PYTHON) -m venv .venv-openvino-bench
+	.venv-openvino-bench/bin/python -m pip install --quiet $(PIP_ARGS) -r benchmarks/requirements-openvino.txt
+	.venv-openvino-bench/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 control-bench-setup: setup $(CONTROL_STAMP)

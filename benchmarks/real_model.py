@@ -1,13 +1,19 @@
-"""Measures examples/real_model.py: its curve, and its step beside that of TRL's GRPOTrainer.
+"""Measures examples/real_model.py: its curve, its step beside that of TRL's GRPOTrainer, and its generation.
 
     python examples/real_model.py                               # converts the model and writes the rows
     python benchmarks/real_model.py trl [--json]                # needs `make bench-setup`; half an hour
+    python benchmarks/real_model.py generate [--json]           # and `make openvino-bench-setup`; an hour
     python benchmarks/real_model.py curve --picture docs/real-model.png      # three seeds; an hour and more
     python benchmarks/real_model.py front --picture docs/front.png           # the README's picture of them
 
 `trl` makes steps in turns, as grpo_step.py does, with the example's model, rows, rewards and sizes. Both
 sides get the same prompts and sample their own answers. The ratio is TRL's seconds to ours. In bfloat16, ours
 has bfloat16 weights with a float32 master copy, and theirs is `bf16=True`.
+
+`generate` answers the example's questions: with 40 tokens each (`equal`), and until the model ends them
+(`natural`). Ours runs on one process with two threads and on two with one each, beside transformers'
+`generate`, which gets as many prompts at a time as there are rows, and openvino-genai's continuous batching.
+All sample at temperature 1 without filters. The goals are for the faster one of ours.
 
 `curve` trains the seeds one after another. Finished runs are not repeated, and interrupted ones go on.
 
@@ -21,16 +27,20 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.table import Table
 
 from benchmarks.compare.grpo_step import compare
-from benchmarks.compare.sides import REPO
+from benchmarks.compare.sides import OPENVINO, OURS, REPO, THEIRS, Replicas, Side, alternate
 from benchmarks.harness import Goal, machine, progress, report
 from realhf.runtime.records.pictures import draw_steps, of_training
 from realhf.user_input.files import read_json_lines
@@ -40,6 +50,10 @@ _STEP_GOAL = 2.0
 _SCORE_GOAL = 0.6
 _RIGHT = "reward/right/mean"
 _ROOT = Path("runs/real_model")
+_SideName = Literal["one", "two", "generate", "openvino"]
+_EQUAL_TOKENS = 40
+_RIVAL_GOALS = {"generate": 2.5, "openvino": 1.0}
+_SCRIPTS = {"one": OURS, "generate": THEIRS, "openvino": OPENVINO}
 _OPTIMIZER = {"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.0}
 """A rate so low that the answers of both sides keep the length that they begin with."""
 
@@ -58,6 +72,27 @@ class Trl:
     """Tokens of ours and sequences of theirs."""
     model: Path = _ROOT / "model"
     data: Path = _ROOT / "task" / "train.jsonl"
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass
+class Generation:
+    """Compares generation with transformers' and openvino-genai's."""
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    workloads: tuple[Literal["equal", "natural"], ...] = ("equal", "natural")
+    sides: tuple[_SideName, ...] = ("one", "two", "generate", "openvino")
+    """Ours on one process and on two, and the others."""
+    repeats: int = 5
+    """Generations of each side that count; a short one warms up."""
+    rows: int = 64
+    most_tokens: int = 128
+    """Tokens of an answer that the model does not end."""
+    model: Path = _ROOT / "model"
+    data: Path = _ROOT / "task" / "train.jsonl"
+    openvino_model: Path = _ROOT / "openvino"
+    """The model as `make openvino-bench-setup` converts it; its weights are in float32."""
     json: bool = False
     """Print one JSON document."""
 
@@ -125,6 +160,83 @@ def ratio_of_steps(row: dict[str, Any]) -> float:
     answers = row["repetitions"]
     return statistics.median(
         b["seconds"] / a["seconds"] for a, b in zip(answers["ours"], answers["trl"], strict=True))
+
+
+def compare_generation(options: Generation) -> int:
+    """Print the tokens per second of all sides; return the exit code."""
+    hardware = machine()
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        data = Path(scratch) / "prompts.json"
+        for dtype, workload in product(options.dtypes, options.workloads):
+            num_prompts = options.rows * (1 if workload == "equal" else 2)
+            data.write_text(json.dumps(prompts_of(options.model, options.data, num_prompts)))
+            rows.append({"dtype": dtype, "workload": workload, **_generated(options, dtype, workload, data)})
+            progress(f"{dtype}, {workload}: tokens/s {rows[-1]['tokens_per_second']}")
+    table = Table(title=f"Response tokens per second (per CPU second): medians of {options.repeats}")
+    for column in ("dtype", "answers", *options.sides, "mean tokens", "ours / generate", "ours / openvino"):
+        table.add_column(column, justify="right")
+    goals = []
+    for row in rows:
+        speeds, per_cpu = row["tokens_per_second"], row["tokens_per_cpu_second"]
+        cells = [f"{speeds[name]:.0f} ({per_cpu[name]:.0f})" for name in options.sides]
+        ratios = [row["ratio"].get(name) for name in _RIVAL_GOALS]
+        shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        length = f"{row['mean_tokens'][options.sides[0]]:.1f}"
+        table.add_row(row["dtype"], row["workload"], *cells, length, *shown)
+        goals += [
+            Goal(f"{row['dtype']} {row['workload']}: ours / {name}", ratio, at_least=least)
+            for (name, least), ratio in zip(_RIVAL_GOALS.items(), ratios, strict=True)
+            if ratio is not None and not (name == "generate" and row["workload"] == "equal")]
+    document = {"benchmark": "real_model generate", "machine": hardware, "rows": rows}
+    return report(document, tables=[table], goals=goals, as_json=options.json)
+
+
+def prompts_of(model: Path, data: Path, count: int) -> list[list[int]]:
+    """Return the tokens of the first chats of a data set."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chats = (row["prompt"] for _, row in islice(read_json_lines(data), count))
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+
+
+def _generated(options: Generation, dtype: str, workload: str, data: Path) -> dict[str, Any]:
+    """Return the medians of all sides, which take turns, and the ratios of the faster of ours to others."""
+    ends = workload == "natural"
+    most = options.most_tokens if ends else _EQUAL_TOKENS
+    settings = {
+        "kind": "generate", "model": str(options.model.resolve()), "data": str(data), "dtype": dtype,
+        "group": 1, "rows": options.rows, "ends": ends, "continuous": False,
+        "openvino_model": str(options.openvino_model.resolve()), "most_tokens": most,
+    }
+    with ExitStack() as stack:
+        sides: dict[str, Side | Replicas] = {}
+        for name in options.sides:
+            side = Replicas(OURS, settings, count=2) if name == "two" else Side(_SCRIPTS[name], settings)
+            sides[name] = stack.enter_context(side)
+        for side in sides.values():
+            side.ask(max_new_tokens=2)
+        asks = {name: partial(side.ask, max_new_tokens=most) for name, side in sides.items()}
+        answers = alternate(asks, repeats=options.repeats, warmups=0)
+    speeds = {name: [a["tokens"] / a["seconds"] for a in of_side] for name, of_side in answers.items()}
+    per_cpu = {name: [a["tokens"] / a["cpu_seconds"] for a in of_side] for name, of_side in answers.items()}
+    medians = {name: statistics.median(speed) for name, speed in speeds.items()}
+    ratios = {}
+    if ours := [name for name in ("one", "two") if name in medians]:
+        best = max(ours, key=lambda name: medians[name])
+        ratios = {
+            name: statistics.median(a / b for a, b in zip(speeds[best], speed, strict=True))
+            for name, speed in speeds.items() if name in _RIVAL_GOALS}
+    return {
+        "tokens_per_second": medians,
+        "tokens_per_cpu_second": {name: statistics.median(rates) for name, rates in per_cpu.items()},
+        "mean_tokens": {
+            name: statistics.fmean(a["tokens"] for a in of_side) / len(json.loads(data.read_text()))
+            for name, of_side in answers.items()},
+        "ratio": ratios, "repetitions": answers,
+    }
 
 
 def train_seeds(options: Curve) -> int:
@@ -216,10 +328,12 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    commands = {"trl": Trl, "curve": Curve, "front": Front}
+    commands = {"trl": Trl, "generate": Generation, "curve": Curve, "front": Front}
     options = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     if isinstance(options, Front):
         return draw_front(options)
+    if isinstance(options, Generation):
+        return compare_generation(options)
     return compare_with_trl(options) if isinstance(options, Trl) else train_seeds(options)
 
 

@@ -59,6 +59,7 @@ ELSEWHERE = {
     "make test-tenth": "a part of the slow tests",
     "make bench-setup": "needs a package index",
     "make control-bench-setup": "needs a package index",
+    "make openvino-bench-setup": "needs a package index",
     "python benchmarks/compare/control.py sides": "needs .venv-control-bench",
     "python benchmarks/compare/control.py ring": "takes minutes; its parts are in test_control_benchmark.py",
     "python benchmarks/gpu_check.py --json gpu.json --minutes 8": "needs a GPU",

@@ -64,7 +64,8 @@ def generate(desk: Desk) -> None:
         if request["do"] == "limits":
             desk.answer(**measure_limits(settings["dtype"]))
             continue
-        sampling = SamplingConfig(max_new_tokens=request["max_new_tokens"])
+        sampling = SamplingConfig(
+            max_new_tokens=request["max_new_tokens"], ignore_eos=not settings.get("ends", True))
         call = FunctionCall(
             "actor_generate", inputs=("prompt_ids",), outputs=GENERATED, role="actor",
             work=Generate(sampling, seed=number, max_rows=settings["rows"] // count))

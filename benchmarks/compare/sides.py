@@ -21,9 +21,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 REPO = Path(__file__).parents[2]
-OURS, THEIRS = (Path(__file__).with_name(f"{side}.py") for side in ("ours", "theirs"))
+OURS, THEIRS, OPENVINO = (
+    Path(__file__).with_name(f"{side}.py") for side in ("ours", "theirs", "openvino_side"))
 BENCH_PYTHON = REPO / ".venv-bench" / "bin" / "python"
 """The environment that `make bench-setup` makes."""
+OPENVINO_PYTHON = REPO / ".venv-openvino-bench" / "bin" / "python"
+"""The environment that `make openvino-bench-setup` makes."""
+_PYTHONS = {OURS: sys.executable, THEIRS: str(BENCH_PYTHON), OPENVINO: str(OPENVINO_PYTHON)}
 _MUCH_SLOWER = 1.15
 _NEARLY = 1.03
 _TRIES = 2
@@ -32,7 +36,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARA
             "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 _OUR_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
                  "GOMP_SPINCOUNT": "2000"}
-_ENVIRONMENT = {OURS: _OUR_SETTINGS, THEIRS: {}}
+_ENVIRONMENT = {OURS: _OUR_SETTINGS, THEIRS: {}, OPENVINO: {}}
 """Our side has the variables that `realhf run` sets for itself; a rival runs as its user starts it."""
 
 
@@ -44,9 +48,10 @@ class Side:
     """A side from the benchmark's view: a process that runs `script` with these settings (JSON)."""
 
     def __init__(self, script: Path, settings: Mapping[str, Any], *, threads: int = 2) -> None:
-        python = sys.executable if script == OURS else str(BENCH_PYTHON)
+        python = _PYTHONS[script]
         if shutil.which(python) is None:
-            raise SideError(f"there is no {python}: run `make bench-setup` first")
+            setup = "openvino-bench-setup" if script == OPENVINO else "bench-setup"
+            raise SideError(f"there is no {python}: run `make {setup}` first")
         more = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPO)}
         environment = os.environ | _OFFLINE | _ENVIRONMENT[script] | more
         self._process = subprocess.Popen(

@@ -48,6 +48,8 @@ def generate(desk: Desk) -> None:
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=settings["group"],
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id,
     )
+    if not settings.get("ends", True):
+        model.generation_config.eos_token_id = config.eos_token_id = model.config.vocab_size
     share = settings["rows"] // settings["group"]
     batches = [prompts[start : start + share] for start in range(0, len(prompts), share)]
     run = padded

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.attention.interface import AttentionKind, Sequences, nothing_attended
+from realhf.attention.interface import AttentionKind, Prefix, Sequences, nothing_attended
 from realhf.attention.reference import ReferenceAttention
 from realhf.devices.half_precision import needs_float32, widened
 
@@ -20,6 +20,7 @@ _FEW_QUERIES = 4
 _MIN_BFLOAT16_NUMEL = 1 << 15
 """Length times head dim from which torch's backward pass on CPU is faster in bfloat16 than in float32: in
 bfloat16 it compiles and keeps kernels for every length."""
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class DenseAttention(ReferenceAttention):
@@ -35,11 +36,12 @@ class DenseAttention(ReferenceAttention):
     ) -> Tensor:
         if not len(q_TND):
             return nothing_attended(q_TND, k_TKD, v_TKD)
-        runs = [(length, len(list(run))) for length, run in groupby(n for n in at.lens if n)]
         plain = kind.softcap is None and (kind.window is None or kind.window >= at.longest)
         plain = plain and v_TKD.shape[-1] == k_TKD.shape[-1]
-        if plain and q_TND.device.type == "cpu" and torch.is_grad_enabled():
-            return _Flash.apply(q_TND, k_TKD, v_TKD, runs, kind.scale)
+        if at.prefixes or (plain and q_TND.device.type == "cpu" and torch.is_grad_enabled()):
+            assert plain, f"{kind} has no kernel for prefixes"
+            return _Flash.apply(q_TND, k_TKD, v_TKD, at, kind.scale)
+        runs = _equal_runs(at)
         # `split` and no slices, because its backward pass is one `cat`.
         sizes = [length * count for length, count in runs]
         outs = []
@@ -51,42 +53,96 @@ class DenseAttention(ReferenceAttention):
 
 
 class _Flash(torch.autograd.Function):
-    """torch's flash attention on CPU, run by run, with one output for all runs.
+    """torch's flash attention on CPU, run by run and prefix by prefix, with one output for all.
 
     Autograd alone would also keep the output of each run. Keys and their gradients may have fewer heads than
-    queries.
+    queries. Attention to a prefix and to a sequence's own tokens are merged by their log-sum-exps. Given
+    those of both together, the kernel's backward pass computes the gradients of either part.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, runs: list[tuple[int, int]], scale: float
+        ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, at: Sequences, scale: float
     ) -> Tensor:
         out_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
+        runs = _equal_runs(at)
         lse = []
-        compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         for out, *qkv in _by_runs((out_TND, q_TND, k_TKD, v_TKD), runs):
-            values, lse_of_run = compute(*qkv, 0.0, True, scale=scale)
+            values, lse_of_run = _FLASH(*qkv, 0.0, True, scale=scale)
             out.copy_(values)
             lse.append(lse_of_run)
+        if at.prefixes:
+            lse_TN = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in lse])
+            for prefix in at.prefixes:
+                q = q_TND[prefix.queries].transpose(0, 1)[None]
+                out, lse_of_prefix = _FLASH(q, *_prefix_of((k_TKD, v_TKD), prefix), 0.0, False, scale=scale)
+                _merge(
+                    out_TND[prefix.queries], lse_TN[prefix.queries], out[0].transpose(0, 1),
+                    lse_of_prefix[0].T)
+            lse = [lse_TN]
         ctx.save_for_backward(q_TND, k_TKD, v_TKD, out_TND, *lse)
-        ctx.runs = runs
-        ctx.scale = scale
+        ctx.settings = at, runs, scale
         return out_TND
 
     @staticmethod
     def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor | None, ...]:
         q_TND, k_TKD, v_TKD, out_TND, *lse = ctx.saved_tensors
-        compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        at, runs, scale = ctx.settings
         grads = [x.new_empty(x.shape) for x in (q_TND, k_TKD, v_TKD)]
-        views = _by_runs((grad_TND, q_TND, k_TKD, v_TKD, out_TND, *grads), ctx.runs)
+        if at.prefixes:
+            (lse_TN,) = lse
+            lse = [x[..., 0].contiguous() for (x,) in _by_runs((lse_TN[..., None],), runs)]
+        views = _by_runs((grad_TND, q_TND, k_TKD, v_TKD, out_TND, *grads), runs)
         for (*inputs, grad_q, grad_k, grad_v), lse_of_run in zip(views, lse, strict=True):
-            is_short = grad_q.shape[2] * grad_q.shape[3] < _MIN_BFLOAT16_NUMEL
-            if needs_float32(grad_q) or grad_q.dtype == torch.bfloat16 and is_short:
-                inputs = [x.float() for x in inputs]
-            computed = compute(*inputs, lse_of_run, 0.0, True, scale=ctx.scale)
+            computed = _flash_backward(inputs, lse_of_run, is_causal=True, scale=scale)
             for target, grad in zip((grad_q, grad_k, grad_v), computed, strict=True):
                 target.copy_(grad)
+        for prefix in at.prefixes:
+            grad, q, out = (x[prefix.queries].transpose(0, 1)[None] for x in (grad_TND, q_TND, out_TND))
+            inputs = [grad, q, *_prefix_of((k_TKD, v_TKD), prefix), out]
+            lse_1NQ = lse_TN[prefix.queries].T[None].contiguous()
+            grad_q, *grad_kv = _flash_backward(inputs, lse_1NQ, is_causal=False, scale=scale)
+            grads[0][prefix.queries] += grad_q[0].transpose(0, 1)
+            for target, grad in zip(grads[1:], grad_kv, strict=True):
+                sizes = [keys.stop - keys.start for keys in prefix.keys]
+                for keys, part in zip(prefix.keys, grad[0].transpose(0, 1).split(sizes), strict=True):
+                    target[keys] += part
         return *grads, None, None
+
+
+def _equal_runs(at: Sequences) -> list[tuple[int, int]]:
+    """Return the lengths of consecutive sequences of equal length, and how many these are."""
+    return [(length, len(list(run))) for length, run in groupby(n for n in at.lens if n)]
+
+
+def _prefix_of(tensors: Sequence[Tensor], prefix: Prefix) -> list[Tensor]:
+    """Return the keys of a prefix, and its values, as (1, heads, positions, dim)."""
+    return [
+        (x[prefix.keys[0]] if len(prefix.keys) == 1 else torch.cat([x[keys] for keys in prefix.keys]))
+        .transpose(0, 1)[None] for x in tensors]
+
+
+def _merge(out_QND: Tensor, lse_QN: Tensor, more_QND: Tensor, more_QN: Tensor) -> None:
+    """Add attention to further keys, with its log-sum-exp, in place to that of the same queries."""
+    both_QN = torch.logaddexp(lse_QN, more_QN)
+    share_QN1, more_QN1 = ((x - both_QN).exp_()[..., None] for x in (lse_QN, more_QN))
+    if out_QND.dtype == both_QN.dtype:
+        out_QND.mul_(share_QN1).addcmul_(more_QND, more_QN1)
+    else:
+        out_QND.copy_((out_QND * share_QN1).addcmul_(more_QND, more_QN1))
+    lse_QN.copy_(both_QN)
+
+
+def _flash_backward(
+    inputs: Sequence[Tensor], lse: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values. Inputs are the output's, these, and the output."""
+    q = inputs[1]
+    is_short = q.shape[2] * q.shape[3] < _MIN_BFLOAT16_NUMEL
+    if needs_float32(q) or q.dtype == torch.bfloat16 and is_short:
+        inputs = [x.float() for x in inputs]
+    compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return compute(*inputs, lse, 0.0, is_causal, scale=scale)
 
 
 def _by_runs(tensors: Sequence[Tensor], runs: list[tuple[int, int]]) -> Iterator[tuple[Tensor, ...]]:
@@ -137,11 +193,10 @@ def attention_with_lse(
     queries as of keys.
     """
     if q.device.type == "cpu" and kind.softcap is None:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         few = q.shape[2] <= _FEW_QUERIES and (mask is None or mask.shape[2] == 1)
         few = few and q.dtype == torch.bfloat16 and not needs_float32(q)
         query_heads = q.flatten(1, 2)[:, :, None] if few else q
-        out, lse = flash(query_heads, k, v, attn_mask=mask, scale=kind.scale)
+        out, lse = _FLASH(query_heads, k, v, attn_mask=mask, scale=kind.scale)
         return out.view(q.shape), lse.view(q.shape[:-1])
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * kind.scale

@@ -7,10 +7,11 @@ sequences; B rows, M pages of a row; P pages of the cache, L tokens in a page.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.devices.pinned import upload
@@ -31,20 +32,56 @@ class AttentionKind:
         return cls(scale, config.window(layer), config.attention_softcap)
 
 
+class Prefix(NamedTuple):
+    """Tokens to which those of some sequences attend beside the ones before them in their own sequence."""
+
+    queries: slice  # The tokens of these sequences, among all packed ones.
+    keys: tuple[slice, ...]  # The tokens to which they attend, in order.
+
+    @property
+    def num_keys(self) -> int:
+        return sum(keys.stop - keys.start for keys in self.keys)
+
+
+_LEAST_PREFIX = 16
+"""A prefix is shared if it has this many tokens: each takes some calls of kernels in every layer."""
+
+
+def num_common_tokens(sequences: Sequence[NDArray[np.integer]]) -> int:
+    """Return how many tokens all of several sequences begin with; 0 if they are too few to share."""
+    if len(sequences) < 2:
+        return 0
+    count = min(map(len, sequences))
+    differs = np.any([sequence[:count] != sequences[0][:count] for sequence in sequences], axis=0)
+    count = int(differs.argmax()) if differs.any() else count
+    return count if is_long_prefix(count) else 0
+
+
+def is_long_prefix(num_tokens: int) -> bool:
+    """Return whether sharing a prefix of so many tokens pays."""
+    return num_tokens >= _LEAST_PREFIX
+
+
 @dataclass(frozen=True)
 class Sequences:
-    """Packed sequences, each of which attends to itself. All layers of a micro-batch share one."""
+    """Packed sequences, each of which attends to itself. All layers of a micro-batch share one.
+
+    With `prefixes`, of which a sequence has one at most, what is packed are the ends of sequences.
+    """
 
     cu: Tensor  # int32 (S + 1,), on the device: where each sequence starts, and where the last one ends.
     lens: tuple[int, ...]  # Tokens of each sequence; some may have none.
+    prefixes: tuple[Prefix, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What a backend has computed from the lengths, for the other layers."""
 
     @classmethod
-    def of(cls, lens: Sequence[int], device: torch.device) -> "Sequences":
+    def of(
+        cls, lens: Sequence[int], device: torch.device, prefixes: Sequence[Prefix] = ()
+    ) -> "Sequences":
         """Return the sequences of these lengths; the copy to a GPU does not wait for it."""
         cu = np.array((0, *accumulate(lens)), np.int32)
-        return cls(upload(cu, device), tuple(lens))
+        return cls(upload(cu, device), tuple(lens), tuple(prefixes))
 
     @property
     def longest(self) -> int:

@@ -273,6 +273,12 @@ class SequenceEngine(Engine):
         """Return the indices of the samples of each micro-batch, in which groups (see `groups_of`) are
         adjacent."""
 
+    def _kept_together(
+        self, samples: Batch, key: str, groups: Sequence[Sequence[int]], max_tokens: int
+    ) -> Sequence[Sequence[int]]:
+        """Return the groups, joined where it pays that samples are in one micro-batch and where they fit."""
+        return groups
+
     @abstractmethod
     def _run_passes(
         self, micro_batches: list[Batch], settings: PassSettings, report: Report
@@ -301,7 +307,8 @@ class SequenceEngine(Engine):
         key = call.inputs[0]
         with_entropy = isinstance(work, LogProbs) and work.entropy
         settings = PassSettings(key, work.output, work.temperature, num_top, with_entropy)
-        micro_batches = self._micro_batches(batch[key].lengths, groups_of(batch.ids, 1), micro_batch_tokens)
+        groups = self._kept_together(batch, key, groups_of(batch.ids, 1), micro_batch_tokens)
+        micro_batches = self._micro_batches(batch[key].lengths, groups, micro_batch_tokens)
         with torch.no_grad():
             results = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
         if not self.groups.is_last_stage:
@@ -345,7 +352,7 @@ class SequenceEngine(Engine):
         settings = PassSettings(
             key, work.output, work.temperature, loss=loss, totals=totals, recompute=recompute,
             routers=routers)
-        groups = groups_of(batch.ids, work.group_size)
+        groups = self._kept_together(batch, key, groups_of(batch.ids, work.group_size), max_tokens)
         micro_batches = self._micro_batches(batch[key].lengths, groups, max_tokens)
         parts = self._run_passes([batch.select(indices) for indices in micro_batches], settings, report)
         router_metrics = {} if routers is None else routers.metrics()

@@ -17,6 +17,7 @@ from realhf.devices.pinned import upload
 from realhf.distributed.group import sum_over_group
 from realhf.engine.base import Outputs, PassSettings
 from realhf.nn.attention import token_range
+from realhf.nn.linear import add_rows
 from realhf.nn.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -46,15 +47,21 @@ def run_head(
         value, metrics = loss(outputs, samples, settings.totals)
         return value, [_detached(value, metrics)]
     assert loss is not None, "only a loss has gradients"
-    grad_TH = torch.empty_like(hidden_TH)
+    grad_TH = torch.zeros_like(hidden_TH)
     parts = []
-    for indices, rows in chunks:
+    for indices, tokens in chunks:
         chunk = samples.select(indices)
+        rows: slice | torch.Tensor = tokens
+        row_in_chunk = None
+        if row_of_token is not None:
+            rows_of_chunk, row_in_chunk = np.unique(row_of_token[tokens], return_inverse=True)
+            rows = upload(rows_of_chunk, hidden_TH.device)
         chunk_TH = hidden_TH.detach()[rows].requires_grad_()
-        outputs = compute_outputs(model, chunk_TH, chunk, settings)
+        outputs = compute_outputs(model, chunk_TH, chunk, settings, row_of_token=row_in_chunk)
         value, metrics = loss(outputs, chunk, settings.totals)
         value.backward()
-        grad_TH[rows] = 0.0 if chunk_TH.grad is None else chunk_TH.grad
+        if chunk_TH.grad is not None:
+            grad_TH[rows] += chunk_TH.grad  # Chunks may share rows; a chunk has each row once.
         parts.append(_detached(value, metrics))
     total = torch.stack([part["loss"] for part in parts]).sum()
     return _KnownGradient.apply(hidden_TH, total, grad_TH), parts
@@ -68,7 +75,7 @@ def _detached(value: torch.Tensor, metrics: Outputs) -> Outputs:
 def _chunks(
     model: Transformer | TransformersModel, hidden_TH: torch.Tensor, samples: Batch, settings: PassSettings
 ) -> list[tuple[range, slice]]:
-    """Return the samples and the rows of each chunk; none if there is no need to split them."""
+    """Return the samples and the tokens of each chunk; none if there is no need to split them."""
     tokens = samples[settings.key]
     splits = hidden_TH.requires_grad and settings.output.needs_logits and model.groups.cp.size == 1
     head = model.head if splits else None
@@ -121,7 +128,10 @@ def compute_outputs(
 
     def states(index: Integers) -> torch.Tensor:
         """Return the hidden states after these tokens, which rise."""
-        return _Rows.apply(hidden_TH, there(index - start if row_of_token is None else row_of_token[index]))
+        if row_of_token is None:
+            return _Rows.apply(hidden_TH, there(index - start), False)
+        rows = row_of_token[index]
+        return _Rows.apply(hidden_TH, there(rows), len(np.unique(rows)) < len(rows))
 
     def scatter(values_N: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
         zeros = values_N.new_zeros(size, *values_N.shape[1:])
@@ -165,18 +175,20 @@ def wanted(tokens: Packed, mask: Packed | None) -> NDArray[np.bool_]:
 
 
 class _Rows(torch.autograd.Function):
-    """Select rows by rising indices. (The backward pass of indexing would add to rows one by one.)"""
+    """Select rows. (The backward pass of indexing would always add to rows one by one.)"""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, has_equal: bool) -> torch.Tensor:
         ctx.save_for_backward(index)
-        ctx.num_rows = len(x)
+        ctx.settings = len(x), has_equal
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        out = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
-        return out.index_copy_(0, ctx.saved_tensors[0], grad), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        num_rows, has_equal = ctx.settings
+        out = grad.new_zeros(num_rows, *grad.shape[1:])
+        (index,) = ctx.saved_tensors
+        return add_rows(out, index, grad) if has_equal else out.index_copy_(0, index, grad), None, None
 
 
 class _KnownGradient(torch.autograd.Function):

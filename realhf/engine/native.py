@@ -29,6 +29,7 @@ from realhf.engine.base import (
 )
 from realhf.engine.chunked_loss import run_head
 from realhf.engine.pipeline import forward_passes
+from realhf.engine.shared_prefixes import keep_prompts_together, pass_tokens
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.generation import Generation
@@ -145,9 +146,10 @@ class NativeEngine(GeneratingEngine):
 
     @contextmanager
     def _merged_weights(self) -> Iterator[None]:
-        """Let passes read weights into which the adapters are merged, if the settings ask for it."""
+        """Let passes read weights into which the adapters are merged, if the settings ask for it, and packed
+        copies of others."""
         merges = self.adapters is not None and self.adapters.lora.merge
-        with self.model.merged() if merges else nullcontext():
+        with self.model.merged() if merges else nullcontext(), self.model.packed():
             yield
         if self.pages is None:  # No recorded pass reads the merged weights.
             self.model.release_merged()
@@ -241,27 +243,36 @@ class NativeEngine(GeneratingEngine):
             parts += [[]] * (max(self.groups.ep_control.all_gather_json(len(parts))) - len(parts))
         return parts
 
+    def _kept_together(
+        self, samples: Batch, key: str, groups: Sequence[Sequence[int]], max_tokens: int
+    ) -> Sequence[Sequence[int]]:
+        if not self.model.shares_prefixes(max(samples[key].lengths, default=0)):
+            return groups
+        return keep_prompts_together(samples, key, groups, max_tokens=max_tokens)
+
     def _run_passes(
         self, micro_batches: list[Batch], settings: PassSettings, report: Report
     ) -> list[Outputs]:
-        ranges = [token_range(len(samples[settings.key].values), self.groups.cp) for samples in micro_batches]
+        passed = [pass_tokens(self.model, samples, settings.key) for samples in micro_batches]
+        ranges = [token_range(len(tokens.ids_T), self.groups.cp) for tokens in passed]
         shapes = [(stop - start, self.model.config.hidden_size) for start, stop in ranges]
         outputs: dict[int, Any] = {}
         results: list[Outputs] = []
         passes = forward_passes(self.groups, outputs, hidden_shapes=shapes, dtype=self.flat.dtype)
         for i, hidden in passes:
             report(f"micro-batch {i + 1} of {len(micro_batches)}")
-            samples = micro_batches[i]
-            tokens = samples[settings.key]
+            tokens = passed[i]
             layer_done = None
             if self._optimizer is not None and i == len(micro_batches) - 1:  # It completes the gradients.
                 layer_done = self._optimizer.sums.layer_is_done
             outputs[i] = self.model(
-                tokens.values if hidden is None else hidden, tokens.lengths, recompute=settings.recompute,
+                tokens.ids_T if hidden is None else hidden, tokens.lens, prefixes=tokens.prefixes,
+                recompute=settings.recompute,
                 router_losses=None if settings.routers is None else settings.routers.next_pass(),
                 layer_done=layer_done)
             if self.groups.is_last_stage:
-                outputs[i], parts = run_head(self.model, outputs[i], samples, settings)
+                outputs[i], parts = run_head(
+                    self.model, outputs[i], micro_batches[i], settings, row_of_token=tokens.row_of_token)
                 results += parts
         if torch.is_grad_enabled():
             self.optimizer.sums.complete()

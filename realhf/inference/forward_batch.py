@@ -26,6 +26,7 @@ from realhf.attention.interface import (
     PagedAttention,
     Pages,
     PartialAttention,
+    Prefix,
     Sequences,
     merge_into,
     token_positions,
@@ -240,13 +241,24 @@ class Prefill(Segment):
     from_cache = False
 
     def __init__(
-        self, seq_lens: Sequence[int], cache_positions_T: Tensor, *, whole_lens: Sequence[int]
+        self, seq_lens: Sequence[int], cache_positions_T: Tensor, *, whole_lens: Sequence[int],
+        num_shared: int = 0,
     ) -> None:
+        """With `num_shared`, all sequences begin with so many equal tokens, which pass with the first one."""
         device = cache_positions_T.device
-        _, position_T, _ = token_positions(seq_lens, device)
-        length_T = upload(np.repeat(np.array(whole_lens, np.int64), seq_lens), device)
+        lens = [seq_lens[0], *(count - num_shared for count in seq_lens[1:])]
+        _, position_T, _ = token_positions(lens, device)
+        prefixes = []
+        if num_shared:
+            position_T[lens[0] :] += num_shared
+            prefixes.append(Prefix(slice(lens[0], sum(lens)), (slice(0, num_shared),)))
+        length_T = upload(np.repeat(np.array(whole_lens, np.int64), lens), device)
         super().__init__(position_T, length_T, cache_positions_T, longest=max(whole_lens))
-        self._at = Sequences.of(seq_lens, device)
+        self._at = Sequences.of(lens, device, prefixes)
+        if num_shared:
+            own = np.split(np.arange(lens[0], sum(lens)), np.cumsum(lens[1:-1]))
+            rows = [part for rows in own for part in (np.arange(num_shared), rows)]
+            self.written_T = torch.from_numpy(np.concatenate([np.arange(lens[0]), *rows]))
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
@@ -259,6 +271,6 @@ def prefill(fresh: Sequence[Chunk], *, page_size: int, device: torch.device) -> 
     positions = [i for chunk in fresh for i in chunk.cache_positions(page_size)]
     whole_lens = [len(chunk.prompt.tokens) for chunk in fresh]
     return Prefill([chunk.stop for chunk in fresh], upload(np.array(positions, np.int64), device),
-                   whole_lens=whole_lens)
+                   whole_lens=whole_lens, num_shared=max(chunk.num_shared for chunk in fresh))
 
 

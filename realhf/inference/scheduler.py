@@ -25,11 +25,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 
+from realhf.attention.interface import num_common_tokens
 from realhf.distributed.group import Group
 from realhf.inference.kv_cache import BlockManager, BlockTables, Flags
 from realhf.models.kv_blocks import num_blocks, padded_size
@@ -72,10 +73,13 @@ class Chunk:
     prompt: Prompt
     start: int
     stop: int
+    num_shared: int = 0
+    """So many of its first tokens are computed with those of the first chunk that begins a prompt."""
 
     @property
     def tokens(self) -> list[int]:
-        return self.prompt.tokens[self.start : self.stop]
+        """The tokens that pass."""
+        return self.prompt.tokens[self.start + self.num_shared : self.stop]
 
     @property
     def is_last(self) -> bool:
@@ -107,13 +111,22 @@ class Step:
         """The chunks that begin their prompts."""
         return [chunk for chunk in self.chunks if chunk.start == 0]
 
+    def with_shared_prefix(self) -> Step:
+        """Return the step in which the tokens that all fresh chunks begin with are computed once."""
+        fresh = self.fresh
+        num_shared = num_common_tokens([np.array(chunk.tokens[:-1], np.int64) for chunk in fresh])
+        if not num_shared:
+            return self
+        sharing = [replace(chunk, num_shared=num_shared) for chunk in fresh[1:]]
+        return replace(self, chunks=[*self.continued, fresh[0], *sharing])
+
     @property
     def last_tokens(self) -> list[int]:
         """For each of `rows`, the index in the pass of the token that it continues."""
         count = len(self.decoding)
         indices = list(range(count))
         for chunk in self.chunks:
-            count += chunk.stop - chunk.start
+            count += len(chunk.tokens)
             if chunk.is_last:
                 indices += [count - 1] * len(chunk.prompt.rows)
         return indices

@@ -92,6 +92,8 @@ class Segment(ABC):
     """Whether the tokens attend to the cache's contents, rather than to one another."""
     expands = False
     """Whether tokens that attend to one another also attend to earlier ones (see Attend.expands)."""
+    written_T: Tensor | None = None
+    """The token whose keys and values each cache position gets; None: the tokens in order."""
 
     def __init__(
         self, position_T: Tensor, length_T: Tensor, cache_positions_T: Tensor, *, longest: int = 0

@@ -37,10 +37,12 @@ class CachePlace(NamedTuple):
 
     memory: Tensor
     positions_T: Tensor
+    written_T: Tensor | None = None  # The token that each position gets; None: the tokens in order.
 
     def write(self, *news: Tensor) -> None:
         for cached, new in zip(self.memory, news, strict=True):
-            cached.index_copy_(0, self.positions_T, new)
+            rows = new if self.written_T is None else new.index_select(0, self.written_T)
+            cached.index_copy_(0, self.positions_T, rows)
 
 
 class TritonChains:

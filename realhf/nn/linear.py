@@ -10,6 +10,7 @@ Shape suffixes: T tokens, H hidden, O and I outputs and inputs of a layer.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +28,58 @@ _ROW_MULTIPLE = 32
 every number of rows, and that changes from step to step in generation."""
 
 
+_PACKED_ROWS = 512
+"""The number of rows for which weights are packed; products of other numbers of rows read the same order."""
+
+
+class PackedWeight:
+    """A copy of a weight in the order in which a CPU's products read it, without gradients.
+
+    Products of few rows wait for memory, and read this several times as fast as a plain matrix. Where
+    `needs_float32`, the copy is in float32, and its products are rounded once, as those of 16-bit units are.
+    """
+
+    def __init__(self, weight_OI: Tensor) -> None:
+        self._shape = weight_OI.shape
+        self._in_float32 = weight_OI.dtype == torch.float32 or half_precision.needs_float32(weight_OI)
+        if self._in_float32:
+            self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI.float(), _PACKED_ROWS)
+            # The operator asks for its shape only.
+            self._like = torch.empty((), dtype=torch.float32).expand(self._shape)
+        else:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
+
+    def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Return y_TO = x W^T + b."""
+        if not len(x_TI):
+            return x_TI.new_empty(0, self._shape[0])
+        if not self._in_float32:
+            padding = -len(x_TI) % _ROW_MULTIPLE
+            x = F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias_O, "none", [], "")[: len(x_TI)]
+        bias_O = None if bias_O is None else bias_O.float()
+        y_TO = torch.ops.mkl._mkl_linear(x_TI.float(), self._packed, self._like, bias_O, len(x_TI))
+        return y_TO.to(x_TI.dtype)
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Return whether products on this CPU are faster with packed weights of this dtype."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if dtype != torch.float32 and not half_precision.needs_float32(weight):
+        return dtype == torch.bfloat16
+    if not torch.backends.mkl.is_available():
+        return False
+    x = torch.randn(2 * _PACKED_ROWS, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    packed = PackedWeight(weight)
+    expected = x.float() @ weight.float().T
+    return all(  # MKL says nothing about numbers of rows other than those for which it has packed.
+        torch.allclose(packed.product(x[:count], None).float(), expected[:count], rtol=2**-7, atol=1e-2)
+        for count in (1, 3, 64, 2 * _PACKED_ROWS))
+
+
 class Weight(torch.nn.Parameter):
     """A parameter, frozen at first, that sums up its gradients of a step."""
 
@@ -39,11 +92,24 @@ class Weight(torch.nn.Parameter):
     """The sum of the gradients, a view of the gradient buffer; None before `collect`."""
     is_empty = True
     """True before the first gradient of a step: until then, the values of `total` have no meaning."""
+    packs = False
+    """Whether products without gradients use a packed copy, made by the first of them."""
+    _packed: PackedWeight | None = None
 
     def collect(self, total: Tensor) -> None:
         """Make the parameter trainable and add its gradients to `total` from now on."""
         self.total = total
         self.requires_grad_(True).register_post_accumulate_grad_hook(_move)
+
+    def set_packs(self, packs: bool) -> None:
+        """Make a packed copy when one is needed, or drop it: no copy may outlast a change of the weight."""
+        self.packs = packs
+        self._packed = None
+
+    def packed(self) -> PackedWeight:
+        if self._packed is None:
+            self._packed = PackedWeight(self.detach())
+        return self._packed
 
     def add_gradient(self, grad: Tensor) -> None:
         assert self.total is not None
@@ -154,6 +220,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         return add_bias(weight_OI.product(x_TI), bias_O)
     if torch.is_grad_enabled() and (collects(weight_OI) or half_precision.needs_float32(x_TI)):
         return _Linear.apply(x_TI, weight_OI, bias_O)
+    if isinstance(weight_OI, Weight) and weight_OI.packs and not torch.is_grad_enabled():
+        return weight_OI.packed().product(x_TI, bias_O)
     is_padded = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
     if is_padded and not half_precision.needs_float32(x_TI):
         return _bfloat16_linear(x_TI, weight_OI, bias_O)

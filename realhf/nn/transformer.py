@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.attention.interface import AttentionKind, Sequences, token_positions
+from realhf.attention.interface import AttentionKind, Prefix, Sequences, token_positions
 from realhf.distributed.group import sum_over_group
 from realhf.distributed.pieces import Shards
 from realhf.distributed.world import ParallelGroups
@@ -35,7 +35,7 @@ from realhf.nn.attention import (
     token_range,
 )
 from realhf.nn.fused import CachePlace, chains_of
-from realhf.nn.linear import embedding, linear
+from realhf.nn.linear import embedding, linear, packs
 from realhf.nn.lora import Adapted, Adapter, Adapters
 from realhf.nn.mlp import Mlp, activation
 from realhf.nn.moe import Moe, RouterLosses, gathering
@@ -201,6 +201,22 @@ class Transformer(ShardedParameters):
             for adapter in self._adapted:
                 adapter.merged_weight = None
 
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Compute, inside this context, with packed copies of the weights on a CPU where that is faster.
+
+        Weights must not change meanwhile, and gradients are not supported.
+        """
+        packs_weights = self.flat.device.type == "cpu" and packs(self.flat.dtype)
+        weights = [weight for layer in self._by_layer.values() for weight in layer.values()]
+        for weight in weights:
+            weight.set_packs(packs_weights)
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.set_packs(False)
+
     @property
     def merged_bytes(self) -> int:
         """Bytes that merged copies of weights take, in use or not."""
@@ -226,7 +242,7 @@ class Transformer(ShardedParameters):
         return copy
 
     def __call__(
-        self, x: Tensor, seq_lens: list[int], *, recompute: bool = False,
+        self, x: Tensor, seq_lens: list[int], *, prefixes: Sequence[Prefix] = (), recompute: bool = False,
         router_losses: RouterLosses | None = None, layer_done: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Run packed sequences through this stage, and return hidden_TH.
@@ -238,14 +254,19 @@ class Transformer(ShardedParameters):
         al. 2016). Routers add their losses to `router_losses`. The backward pass calls `layer_done(layer)`
         when the gradients of that layer are complete. Raises UserError if a sequence has more tokens than the
         model has positions.
+
+        With `prefixes`, for which `shares_prefixes` must be true, the sequences are the ends of longer ones,
+        and begin at the positions behind their prefixes.
         """
         self.check_lengths(seq_lens)
         row_T, position_T, length_T = token_positions(seq_lens, x.device)
+        for prefix in prefixes:
+            position_T[prefix.queries] += prefix.num_keys
         cp = self.groups.cp
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
-        attend = Attend(partial(self._attend, Sequences.of(seq_lens, x.device)))
+        attend = Attend(partial(self._attend, Sequences.of(seq_lens, x.device, prefixes)))
         if cp.size > 1 and self.groups.is_first_stage:
             x = x[mine]
         return self._stage(
@@ -253,6 +274,20 @@ class Transformer(ShardedParameters):
             recompute=recompute, router_losses=router_losses,
             layer_done=layer_done if torch.is_grad_enabled() else None,
         )
+
+    def shares_prefixes(self, longest: int) -> bool:
+        """Return whether a pass over sequences of up to so many tokens can share what these begin with.
+
+        Only a CPU has kernels for it. Routers weigh the copies of a token, and some rotations depend on the
+        length of a sequence.
+        """
+        config = self.config
+        kinds = {AttentionKind.of(config, layer) for layer in range(config.num_layers)}
+        plain = all(
+            kind.softcap is None and (kind.window is None or kind.window >= longest) for kind in kinds)
+        plain = plain and config.mla is None and config.moe is None
+        by_length = self._rope is not None and self._rope.by_length
+        return plain and not by_length and self.groups.cp.size == 1 and self.flat.device.type == "cpu"
 
     def advance(self, x: Tensor, cache: Any, segments: Sequence[Segment]) -> Tensor:
         """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.
@@ -275,9 +310,17 @@ class Transformer(ShardedParameters):
 
         places = [segment.cache_positions_T for segment in segments]
         positions_T = places[0] if len(places) == 1 else torch.cat(places)
+        written_T = None
+        if any(segment.written_T is not None for segment in segments):
+            written_T = torch.cat([
+                torch.arange(span.start, span.stop) if segment.written_T is None
+                else segment.written_T + span.start for segment, span in zip(segments, tokens, strict=True)])
+
+        def place(layer: int) -> CachePlace:
+            return cache.place(layer, positions_T)._replace(written_T=written_T)
+
         with torch.no_grad():
-            return self._stage(
-                x, position_T, length_T, attends, place=lambda layer: cache.place(layer, positions_T))
+            return self._stage(x, position_T, length_T, attends, place=place)
 
     def _attend(
         self, sequences: Sequences, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind

@@ -43,6 +43,8 @@ from realhf.planner.shard import (
 
 _INPUT_BYTES_PER_TOKEN = 64  # In a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
+PACKED_ITEMSIZE = 4
+"""Bytes of an element of a packed weight (nn/linear.py), which is in float32 on most CPUs."""
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
 _SEARCH_BYTES = 26  # Bytes for each logit in which the threshold of top-p is searched for.
@@ -70,7 +72,7 @@ class CallMemory(NamedTuple):
 
     samples: float = 0.0
     kv_cache: Any = 0.0
-    merged: float = 0.0  # Copies of weights with the adapters merged in.
+    merged: float = 0.0  # Copies of weights: with the adapters merged in, or packed for a CPU's products.
     activations: float = 0.0
     messages: float = 0.0
     logits: float = 0.0
@@ -454,6 +456,8 @@ class GenerationMoments:
         merged = 0.0
         if role.lora is not None and role.lora.merge:  # Assumed for all weights.
             merged = role.itemsize * float(num_params(role.spec, pieces.strategy, stage.number))
+        elif not pieces.fused and role.dtype != "float64":
+            merged = PACKED_ITEMSIZE * float(held_params(role.config, pieces.strategy, stage.number)[0])
         base = self._base._replace(
             kv_cache=self._cache_bytes(stage), merged=merged, graphs=self._graph_bytes(stage))
         moments = [base._replace(activations=self._block)]
