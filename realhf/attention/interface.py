@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realhf.devices.chunk_sizes import LEAST_PREFIX
 from realhf.devices.pinned import upload
 from realhf.models.model_config import ModelConfig
 
@@ -43,10 +44,6 @@ class Prefix(NamedTuple):
         return sum(keys.stop - keys.start for keys in self.keys)
 
 
-_LEAST_PREFIX = 16
-"""A prefix is shared if it has this many tokens: each takes some calls of kernels in every layer."""
-
-
 def num_common_tokens(sequences: Sequence[NDArray[np.integer]]) -> int:
     """Return how many tokens all of several sequences begin with; 0 if they are too few to share."""
     if len(sequences) < 2:
@@ -54,12 +51,7 @@ def num_common_tokens(sequences: Sequence[NDArray[np.integer]]) -> int:
     count = min(map(len, sequences))
     differs = np.any([sequence[:count] != sequences[0][:count] for sequence in sequences], axis=0)
     count = int(differs.argmax()) if differs.any() else count
-    return count if is_long_prefix(count) else 0
-
-
-def is_long_prefix(num_tokens: int) -> bool:
-    """Return whether sharing a prefix of so many tokens pays."""
-    return num_tokens >= _LEAST_PREFIX
+    return count if count >= LEAST_PREFIX else 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ WIDENED_TOKENS_NUMEL = 1 << 21
 """Elements of the tokens that are converted to float32 at a time for a product on CPU."""
 INT8_NUMEL = 1 << 20
 """Elements of a weight in int8 that are converted at a time for a product on CPU."""
+LEAST_PREFIX = 16
+"""Sequences share what they begin with if it has this many tokens: each prefix takes some calls of kernels in
+every layer."""
 EXPANDED_TOKENS = 8192
 """Cached latents whose keys and values are computed at a time, for the later pieces of long prompts."""
 OPTIMIZER_SLICE_NUMEL = 1 << 24

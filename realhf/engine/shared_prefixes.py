@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from realhf.attention.interface import Prefix, is_long_prefix, num_common_tokens
+from realhf.attention.interface import Prefix, num_common_tokens
 from realhf.data.batch import Batch, Packed
+from realhf.devices.chunk_sizes import LEAST_PREFIX
 from realhf.nn.transformer import Transformer
 
 Integers = NDArray[np.int64]
@@ -141,5 +142,5 @@ def _by_prompt(prompts: Sequence[NDArray[np.integer]]) -> list[list[int]]:
     """Return the sequences of each prompt; one with a short prompt stands alone."""
     groups: dict[bytes | int, list[int]] = {}
     for i, prompt in enumerate(prompts):
-        groups.setdefault(prompt.tobytes() if is_long_prefix(len(prompt)) else i, []).append(i)
+        groups.setdefault(prompt.tobytes() if len(prompt) >= LEAST_PREFIX else i, []).append(i)
     return list(groups.values())

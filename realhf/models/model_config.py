@@ -300,6 +300,14 @@ class ModelConfig:
         """Return whether the output head is the embedding itself."""
         return self.tie_word_embeddings and self.head == "lm"
 
+    def can_share_prefixes(self, longest: int) -> bool:
+        """Return whether what sequences of up to so many tokens begin with can pass once for all of them.
+
+        Routers weigh the copies of a token, and soft caps, windows and latents have no kernels for it.
+        """
+        plain = all(window is None or window >= longest for window in self.windows)
+        return plain and self.attention_softcap is None and self.mla is None and self.moe is None
+
     def window(self, layer: int) -> int | None:
         """Return how many tokens a token sees in this layer, itself included; None: all before it."""
         return self.windows[layer] if self.windows else None

@@ -278,16 +278,11 @@ class Transformer(ShardedParameters):
     def shares_prefixes(self, longest: int) -> bool:
         """Return whether a pass over sequences of up to so many tokens can share what these begin with.
 
-        Only a CPU has kernels for it. Routers weigh the copies of a token, and some rotations depend on the
-        length of a sequence.
+        Only a CPU has kernels for it, and some rotations depend on the length of a sequence.
         """
-        config = self.config
-        kinds = {AttentionKind.of(config, layer) for layer in range(config.num_layers)}
-        plain = all(
-            kind.softcap is None and (kind.window is None or kind.window >= longest) for kind in kinds)
-        plain = plain and config.mla is None and config.moe is None
         by_length = self._rope is not None and self._rope.by_length
-        return plain and not by_length and self.groups.cp.size == 1 and self.flat.device.type == "cpu"
+        alone = self.groups.cp.size == 1 and self.flat.device.type == "cpu"
+        return alone and not by_length and self.config.can_share_prefixes(longest)
 
     def advance(self, x: Tensor, cache: Any, segments: Sequence[Segment]) -> Tensor:
         """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.

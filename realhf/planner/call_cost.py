@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.devices.chunk_sizes import LEAST_PREFIX
 from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy, even_split
 from realhf.models.kv_blocks import DENSE, block_size, shared_tokens, tokens_read
-from realhf.models.model_config import ModuleConfig
+from realhf.models.model_config import ModuleConfig, TransformersConfig
 from realhf.planner.links import RankGroups, rank_groups
 from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload
@@ -362,11 +363,37 @@ class _Estimate:
         limit = self.call_plan.micro_batch_tokens
         micro = mean_micro_batch(
             self.work, self.strategy, limit, attention=self.role.attention_share)
+        samples = self._samples_that_share
+        if samples > 1:
+            prompts = micro.tokens / self.work.tokens / samples
+            copies = prompts * (samples - 1)
+            micro = micro._replace(
+                tokens=micro.tokens - copies * self.work.prompt_tokens,
+                squared_tokens=micro.squared_tokens - copies * self.work.prompt_tokens**2)
         if self.rates.path.of_role(self.role.config).pads_stages and self.strategy.pp > 1:
             micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
         if self.strategy.vp > 1:  # Empty micro-batches are added.
             micro = micro._replace(num_micro_batches=max(micro.num_micro_batches, self.strategy.pp))
         return micro
+
+    @property
+    def _samples_that_share(self) -> float:
+        """Return how many samples of a prompt are in one micro-batch, in which their prompt passes once.
+
+        What different prompts begin with is not known.
+        """
+        config = self.role.config
+        work = self.work
+        longest = math.ceil(work.longest_prompt + work.max_new_tokens)
+        shares = self.rates.path.of_role(config).shares_prefixes
+        shares = shares and not isinstance(config, TransformersConfig)
+        shares = shares and work.prompt_tokens >= LEAST_PREFIX and work.response_tokens > 0
+        if not shares or self.strategy.cp > 1 or not config.can_share_prefixes(longest):
+            return 1.0
+        in_replica = work.samples_per_prompt
+        if work.group_size == 1:  # Samples are dealt out one by one.
+            in_replica = in_replica / self.strategy.dp
+        return max(1.0, min(in_replica, self.call_plan.micro_batch_tokens / work.tokens))
 
     @cached_property
     def _stages(self) -> tuple[_EqualStages, ...]:

@@ -116,6 +116,7 @@ class EnginePath:
     else tokens go to the ranks of their experts."""
     gathered_kernels: int = 8  # Those that gathering adds to `decode_expert_kernels`, besides collectives.
     shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
+    shares_prefixes: bool = False  # In training and forward passes, a prompt passes once for its samples.
     reads_blocks: bool = False
     """Whether decoding reads each row's blocks whole, up to the longest row, and those of ended rows that lie
     between the blocks of running ones."""
@@ -161,7 +162,7 @@ OUR_CUDA = EnginePath(
 with PagedTokens, which read the pages of each row in place, and DecodeGraphs."""
 OUR_CPU = EnginePath(
     kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True,
-    reads_blocks=True)
+    shares_prefixes=True, reads_blocks=True)
 """Decoding reads blocks in place, those of a prompt once for all of its rows (BlockAttention)."""
 
 

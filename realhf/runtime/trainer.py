@@ -541,6 +541,6 @@ def _slow_dtypes(roles: Mapping[str, Role], device: torch.device) -> Iterator[st
         weight = torch.empty(0, dtype=DTYPES[role.weights_dtype], device=device)
         if role.engine == "transformers" and needs_float32(weight):
             yield (
-                f"{name}.dtype is {role.weights_dtype}, for which this CPU has no units: "
-                "with engine transformers it takes many times as long as float32 (the native engine computes "
-                "in float32 by itself)")
+                f"{name}.dtype is {role.weights_dtype}, for which this CPU has no fast units: "
+                "with engine transformers it takes 2 to 90 times as long as float32 (the native engine "
+                "computes in float32 by itself)")

@@ -68,6 +68,23 @@ def test_training_takes_three_times_the_forward_flops():
     assert again - train == pytest.approx((matrices - head + attention) / 1e15, rel=1e-6)
 
 
+@pytest.mark.parametrize(("micro_batch_tokens", "strategy", "sharing"), [
+    (8 * 2048, "d1", 8), (4096, "d1", 2), (2048, "d1", 1), (1 << 20, "d2", 4), (1 << 20, "c2", 1)])
+def test_on_a_cpu_a_prompt_passes_once_in_a_micro_batch(micro_batch_tokens, strategy, sharing):
+    work = replace(WORK, samples_per_prompt=8)
+    prompts = 64 // sharing
+    matrices, attention = _flops(prompts * 1024 + 64 * 1024, 64, 64 * 1024)
+    attention *= (prompts * 1024**2 + 64 * (2048**2 - 1024**2)) / (64 * 2048**2)
+    ranks = ParallelStrategy.parse(strategy).num_ranks
+    on_cpu, on_gpu = (
+        _cost(
+            _rates(flops=1e15, path=path), "train_step", strategy, work=work,
+            micro_batch_tokens=micro_batch_tokens).seconds
+        for path in (OUR_CPU, None))
+    assert on_cpu == pytest.approx((3 * matrices + 3.5 * attention) / 1e15 / ranks, rel=1e-6)
+    assert (on_cpu < 0.95 * on_gpu) == (sharing > 1)
+
+
 @pytest.mark.parametrize("strategy", ["d4", "t4", "d2t2", "t8", "d8t2", "c4", "d2c2t2"])
 def test_flops_are_shared_by_data_and_tensor_parallel_ranks(strategy):
     parsed = ParallelStrategy.parse(strategy)

@@ -173,7 +173,7 @@ def test_a_dtype_in_which_the_cpu_is_slow(task, capsys, monkeypatch):
     theirs = replace(ours, engine="transformers")
     monkeypatch.setattr(half_precision, "_has_units", lambda dtype: False)
     (what,) = _warnings(capsys, "sft", task, actor=theirs)
-    assert what.startswith("actor.dtype is bfloat16, for which this CPU has no units")
+    assert what.startswith("actor.dtype is bfloat16, for which this CPU has no fast units")
     assert _warnings(capsys, "sft", task, actor=ours) == []
     monkeypatch.setattr(half_precision, "_has_units", lambda dtype: True)
     assert _warnings(capsys, "sft", task, actor=theirs) == []
