@@ -51,7 +51,7 @@ OWN = (
     "cli/init.py",  # Files of the package itself.
     # Files of the kernel.
     "cli/plan.py", "cluster.py", "inference/cache_memory.py", "profiling/clock.py",
-    "runtime/execute/meters.py",
+    "runtime/execute/meters.py", "devices/half_precision.py",
     "rewards/confinement.py", "rewards/sandbox.py", "rewards/sandbox_folder.py", "rewards/sandbox_runner.py",
     "distributed/world.py", "distributed/communicators.py",  # Memory and ports of the same run.
 )

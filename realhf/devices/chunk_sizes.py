@@ -16,6 +16,9 @@ WIDENED_TOKENS_NUMEL = 1 << 21
 """Elements of the tokens that are converted to float32 at a time for a product on CPU."""
 INT8_NUMEL = 1 << 20
 """Elements of a weight in int8 that are converted at a time for a product on CPU."""
+LEAST_PACKED_NUMEL = 1 << 18
+"""Elements from which a CPU packs a weight for decoding: smaller ones stay in its caches, and MKL reserves
+8 MB of addresses for each."""
 LEAST_PREFIX = 16
 """Sequences share what they begin with if it has this many tokens: each prefix takes some calls of kernels in
 every layer."""

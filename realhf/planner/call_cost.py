@@ -390,7 +390,7 @@ class _Estimate:
         shares = shares and work.prompt_tokens >= LEAST_PREFIX and work.response_tokens > 0
         if not shares or self.strategy.cp > 1 or not config.can_share_prefixes(longest):
             return 1.0
-        in_replica = work.samples_per_prompt
+        in_replica: float = work.samples_per_prompt
         if work.group_size == 1:  # Samples are dealt out one by one.
             in_replica = in_replica / self.strategy.dp
         return max(1.0, min(in_replica, self.call_plan.micro_batch_tokens / work.tokens))

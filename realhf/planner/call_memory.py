@@ -23,6 +23,7 @@ from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
 from realhf.execution_plan import CallPlan
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import padded_size
+from realhf.models.model_config import ModelConfig
 from realhf.planner.efficiencies import OUR_CUDA
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
@@ -432,6 +433,11 @@ class ForwardMoments:
         return moments
 
 
+def has_large_weights(config: ModelConfig) -> bool:
+    """Return whether most weights of a model are so large that a CPU packs them."""
+    return config.hidden_size**2 >= chunk_sizes.LEAST_PACKED_NUMEL
+
+
 class GenerationMoments:
     """The moments of generation: the largest pass of prompts and decoding rows, and sampling.
 
@@ -456,7 +462,7 @@ class GenerationMoments:
         merged = 0.0
         if role.lora is not None and role.lora.merge:  # Assumed for all weights.
             merged = role.itemsize * float(num_params(role.spec, pieces.strategy, stage.number))
-        elif not pieces.fused and role.dtype != "float64":
+        elif not pieces.fused and role.dtype != "float64" and has_large_weights(role.config):
             merged = PACKED_ITEMSIZE * float(held_params(role.config, pieces.strategy, stage.number)[0])
         base = self._base._replace(
             kv_cache=self._cache_bytes(stage), merged=merged, graphs=self._graph_bytes(stage))

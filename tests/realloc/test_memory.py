@@ -37,24 +37,16 @@ class Storages(TorchDispatchMode):
         self.now = self.peak = 0
         self._known = set()
         for x in gc.get_objects():
-            if issubclass(type(x), torch.Tensor) and not x.is_mkldnn:  # (isinstance follows weak references.)
+            # (isinstance would follow weak references.)
+            if issubclass(type(x), torch.Tensor) and not x.is_mkldnn:
                 self._meet(x, num_bytes=0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor) and x.is_mkldnn:
-                self._meet_packed(x)
-            elif isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and not x.is_mkldnn:  # (Those have no storage of torch's.)
                 self._meet(x, num_bytes=x.untyped_storage().nbytes())
         return result
-
-    def _meet_packed(self, x):
-        """Count a tensor of oneDNN, which has no storage of torch's."""
-        if id(x) not in self._known:
-            self._known.add(id(x))
-            self._count(x.numel() * x.itemsize)
-            weakref.finalize(x, self._forget, id(x), x.numel() * x.itemsize)
 
     def _meet(self, x, *, num_bytes):
         if (at := x.untyped_storage()._cdata) not in self._known:
