@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.attention.choose import int8_refusal
-from realhf.devices import chunk_sizes, half_precision
+from realhf.devices import half_precision
 from realhf.devices.chunk_sizes import CUDA_PARTS, INT8_NUMEL, SMALL_PRODUCT
 from realhf.devices.half_precision import widened
 from realhf.models.param_spec import row_blocks
@@ -103,7 +103,7 @@ class Weight(torch.nn.Parameter):
 
     def set_packs(self, packs: bool) -> None:
         """Make a packed copy when one is needed, or drop it: no copy may outlast a change of the weight."""
-        self.packs = packs and self.dim() == 2 and self.numel() >= chunk_sizes.LEAST_PACKED_NUMEL
+        self.packs = packs
         self._packed = None
 
     def packed(self) -> PackedWeight:

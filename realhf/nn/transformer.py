@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.attention.interface import AttentionKind, Prefix, Sequences, token_positions
+from realhf.devices import chunk_sizes
 from realhf.distributed.group import sum_over_group
 from realhf.distributed.pieces import Shards
 from realhf.distributed.world import ParallelGroups
@@ -207,8 +208,10 @@ class Transformer(ShardedParameters):
 
         Weights must not change meanwhile, and gradients are not supported.
         """
-        packs_weights = self.flat.device.type == "cpu" and packs(self.flat.dtype)
-        weights = [weight for layer in self._by_layer.values() for weight in layer.values()]
+        weights = [
+            weight for layer in self._by_layer.values() for weight in layer.values()
+            if weight.dim() == 2 and weight.numel() >= chunk_sizes.LEAST_PACKED_NUMEL]
+        packs_weights = bool(weights) and self.flat.device.type == "cpu" and packs(self.flat.dtype)
         for weight in weights:
             weight.set_packs(packs_weights)
         try:

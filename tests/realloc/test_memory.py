@@ -37,14 +37,13 @@ class Storages(TorchDispatchMode):
         self.now = self.peak = 0
         self._known = set()
         for x in gc.get_objects():
-            # (isinstance would follow weak references.)
-            if issubclass(type(x), torch.Tensor) and not x.is_mkldnn:
+            if issubclass(type(x), torch.Tensor):  # (isinstance would follow weak references.)
                 self._meet(x, num_bytes=0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor) and not x.is_mkldnn:  # (Those have no storage of torch's.)
+            if isinstance(x, torch.Tensor):
                 self._meet(x, num_bytes=x.untyped_storage().nbytes())
         return result
 
