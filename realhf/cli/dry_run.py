@@ -125,9 +125,11 @@ def try_out(program: Program) -> Trial:
     """Read rows and call reward functions as a run would. Raises ValueError if that would end every run."""
     directory = program.experiment.tokenizer_dir()
     if not directory:
-        from realhf.runtime.execute.module_trial import try_functions  # It needs torch, as modules do.
+        from realhf.distributed.world import own_device  # They need torch, as modules do.
+        from realhf.runtime.execute.module_trial import try_functions
 
-        warnings = [*warnings_of(program, None, {}), *try_functions(program, plays=True)]
+        tried = try_functions(program, plays=True, device=own_device(0))
+        warnings = [*warnings_of(program, None, {}), *tried]
         return Trial(warnings, count_rows(program.experiment.dataset))
     if not (Path(directory) / "tokenizer.json").exists():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -184,14 +185,21 @@ class ModuleEngine(Engine):
         work = call.work_as(ForwardFunction)
         if isinstance(work, HeldOutLosses):
             rows = Batch(rows.ids, {**rows.fields, **self._noise(call, rows, 0)})
+        on_device = rows.to(self.groups.world.device)
         before = self._random_states()
-        columns = self._call(call, work.function, rows.to(self.groups.world.device), beside)
-        if isinstance(work, HeldOutLosses):
-            losses, metrics = _loss_and_metrics(columns, call, len(rows))
+        if isinstance(work, HeldOutLosses):  # A loss may draw random numbers, or ask for gradients of inputs.
+            with self._random(call, 0, 0), torch.enable_grad():
+                columns = self._call(call, work.function, on_device, beside)
+                losses, metrics = _loss_and_metrics(columns, call, len(rows))
             values = {name: value.tolist() for name, value in {"loss": losses, **metrics}.items()}
             columns = {call.outputs[0]: [
                 dict(zip(values, of_row, strict=True)) for of_row in zip(*values.values(), strict=True)]}
-        if any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)):
+        else:
+            columns = self._call(call, work.function, on_device, beside)
+        # A host function may draw some while a second thread answers questions.
+        is_alone = current_thread() is main_thread()
+        after = self._random_states()
+        if is_alone and any(not torch.equal(*pair) for pair in zip(before, after, strict=True)):
             raise UserError(
                 f"call {call.name!r} draws random numbers of torch, which would be others in a resumed run: "
                 "give it a column of random numbers, drawn by the host call that asks, from a seed")
@@ -319,7 +327,7 @@ class ModuleEngine(Engine):
         """Return torch's generators of which functions on this engine's device draw."""
         if self.flat.device.type != "cuda":
             return [torch.default_generator]
-        return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+        return [torch.default_generator, torch.cuda.default_generators[self.flat.device.index or 0]]
 
     @contextmanager
     def _random(self, call: FunctionCall, step: int, number: int) -> Iterator[None]:

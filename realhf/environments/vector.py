@@ -19,15 +19,13 @@ from realhf.errors import UserError
 _RETURN = "episode_return"
 _TRUNCATED = "episode_truncated"
 _FINAL = "episode_final"
-_MOST_SEEDS = 1 << 14
-"""Distance between the first seeds of EnvPool's environments under two seeds of a source."""
 Array = NDArray[Any]
 
 
 class Observed(NamedTuple):
     """Observations of a slice of environments after a step, with one entry for each environment."""
 
-    observation: Array  # If an episode has ended, the first of the next one.
+    observation: Array  # If an episode has ended, the first of the next one; of EnvPool, its own last one.
     reward: Array
     terminated: Array  # Whether the step has ended an episode, as the task says.
     truncated: Array  # Whether something else has, such as a limit of time: it would have gone on.
@@ -186,10 +184,12 @@ class EnvPoolSlice:
     An ended episode takes one more step, in which the next one begins, as in EnvPool.
     """
 
-    def __init__(self, task: str, *, num_envs: int, seed: int, **settings: Any) -> None:
+    def __init__(self, task: str, *, seeds: Sequence[int], **settings: Any) -> None:
         import envpool
 
-        self._envs = envpool.make(task, env_type="gymnasium", num_envs=num_envs, seed=seed, **settings)
+        num_envs = len(seeds)
+        self._envs = envpool.make(
+            task, env_type="gymnasium", num_envs=num_envs, seed=list(seeds), **settings)
         self._all = np.arange(num_envs)
         self._returns = np.zeros(num_envs)
 
@@ -220,6 +220,11 @@ class EnvPoolSlice:
         self._envs.close()
 
 
+def _seed(seed: int, number: int) -> int:
+    """Return the seed of an environment of EnvPool, below 2^31."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0] >> 1)
+
+
 class VectorSource:
     """`num_envs` environments in `ring` slices, each with the observations at which it waits for actions."""
 
@@ -248,8 +253,8 @@ class VectorSource:
         self._slices: list[Slice] = []
         for i in range(ring):
             if isinstance(make, str):
-                start = seed * _MOST_SEEDS + self._numbers[i * size] * size  # EnvPool counts on from it.
-                self._slices.append(EnvPoolSlice(make, num_envs=size, seed=start, **settings))
+                seeds = [_seed(seed, number) for number in self._numbers[i * size : (i + 1) * size]]
+                self._slices.append(EnvPoolSlice(make, seeds=seeds, **settings))
             else:
                 makers = [
                     partial(_episodes, make, index=self._numbers[i * size + row], row=row, seed=seed)

@@ -111,7 +111,8 @@ class StepPasses:
         """Compute this stage's part of a step; on the last stage also sample."""
         insertions = self._buffer.insertions(step.rows) if self._parallel.is_last_stage else None
         processing = self._buffer.processing(step.rows)
-        if len(step.fresh) > 1 and self._model.shares_prefixes(max(chunk.stop for chunk in step.fresh)):
+        fresh = [] if self._pool.backends is not None else step.fresh  # Pages have no kernels for it.
+        if len(fresh) > 1 and self._model.shares_prefixes(max(chunk.stop for chunk in fresh)):
             step = step.with_shared_prefix()
         inputs = self._inputs(step, window)
         self.num_computed += len(step.decoding) + len(inputs.prompt_T)

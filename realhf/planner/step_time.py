@@ -12,6 +12,7 @@ axis, so that operations on all of them read contiguous memory.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -175,17 +176,18 @@ def moving_seconds(
 def asking_seconds(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> float:
     """Return the seconds in which the questions of a call in plain Python travel to other ranks and back.
 
-    The ranks of the call share its questions. With a ring, so many of them are under way at a time.
+    The ranks of the call share its questions. If several calls are asked, all questions count as those to the
+    farthest. With a ring, so many of them are under way at a time.
     """
     asks = call.work.asks if isinstance(call.work, HostFunction) else ()
     workload = problem.workloads[call.name]
-    if not workload.questions or call.name not in plan.calls or not asks or asks[0] not in plan.calls:
+    if not workload.questions or call.name not in plan.calls:
         return 0.0
     layout = plan[call.name].layout
-    answering = plan[asks[0]].layout.ranks
     per_host = problem.cluster.devices_per_host
     seconds = 0.0
-    for i, rank in enumerate(layout.ranks):
+    places = [plan[name].layout.ranks for name in asks if name in plan.calls]
+    for answering, (i, rank) in product(places, enumerate(layout.ranks)):
         if rank not in answering:
             within_host = rank // per_host == answering[i % len(answering)] // per_host
             message = rates.send(workload.question_bytes / 2, within_host=within_host)

@@ -192,7 +192,7 @@ class RunData:
             warnings += changed_sources(saved.sources, self.sources)
         held_out = {name: tokenized(loader) for name, loader in self.held_out.loaders.items()}
         warnings += warnings_of(program, tokenized(self.loader), held_out)
-        warnings += try_functions(program, plays=False)
+        warnings += try_functions(program, plays=False, device=self._device)
         return [*warnings, *_slow_dtypes(program.roles, self._device)]
 
 

@@ -84,7 +84,7 @@ def run(
     with chdir(directory):
         experiment = make(name, **settings)
         calls = {call.name: {"layout": layouts.get(call.name, "d1@0")} for call in experiment.graph().calls}
-        evals = experiment.eval_graph()
+        evals = None if experiment.eval_dataset is None else experiment.eval_graph()
         calls |= {} if evals is None else {call.name: {"layout": "d1@0"} for call in evals.calls}
         program = compile_program(
             experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=world.size)

@@ -18,8 +18,10 @@ from realhf.calls import (
 )
 from realhf.data.batch import Batch, Packed
 from realhf.devices import half_precision
+from realhf.devices.reserved import FixedPlanes
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
+from realhf.inference import kv_cache
 from realhf.layout import Layout, even_split
 from realhf.planner.problem import ModelRole, Workload
 from tests.realloc.test_memory import Storages
@@ -116,7 +118,8 @@ def _measure(world: Any, case: Case) -> Any:
     call = FunctionCall("call", case.kind, inputs, outputs.get(case.kind, ()), role="role", work=_work(case))
     batches = _batches(case, layout, layout.coordinate(world.rank).dp)
     tokens = case.micro_batch_tokens
-    with Storages() as storages:
+    # (A cache has addresses for more than it holds; here its size is that of its tensor.)
+    with Storages() as storages, patch.object(kv_cache, "reserve_planes", FixedPlanes):
         if case.kind == "generate":
             engine.generate(call, batches[0])
         elif case.kind == "forward":

@@ -151,7 +151,7 @@ class ParameterSet:
         """Return the layout of the copy with which a call runs; only the native engine generates."""
         if call.kind != "generate":
             return layout
-        if call.work_as(Generate).generation_weights == "int8":
+        if isinstance(call.work, Generate) and call.work.generation_weights == "int8":
             return replace(layout, form="int8")
         return replace(layout, form="native") if self.engine == "megatron" else layout
 

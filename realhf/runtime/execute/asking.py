@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition, Lock, Thread
+from threading import Condition, Lock, Thread, current_thread
 from typing import Any
 
 import torch
@@ -35,9 +35,13 @@ _ENVELOPE_BYTES = 4096
 class Later:
     """An answer that may be under way, or what `then` makes of one."""
 
-    def __init__(self, waiting: Callable[[], Any] | None = None) -> None:
-        """`waiting` returns a context in which `result` waits."""
+    def __init__(
+        self, waiting: Callable[[], Any] | None = None, unseen: list[BaseException] | None = None
+    ) -> None:
+        """`waiting` returns a context in which `result` waits; `unseen` gets the errors of functions that
+        `then` has called, until `result` raises them."""
         self._waiting = waiting
+        self._unseen = [] if unseen is None else unseen
         self._changed = Condition()
         self._is_here = False
         self._value: Any = None
@@ -51,6 +55,8 @@ class Later:
             with self._waiting(), self._changed:
                 self._changed.wait_for(lambda: self._is_here)
         if self._error is not None:
+            if self._error in self._unseen:
+                self._unseen.remove(self._error)
             raise self._error
         return self._value
 
@@ -59,12 +65,18 @@ class Later:
 
         That happens at once if the answer is there, and else in the thread that receives answers.
         """
-        after = Later(self._waiting)
+        after = Later(self._waiting, self._unseen)
+
+        def go_on() -> None:
+            after.complete(lambda: do(self.result()))
+            if after._error is not None:
+                self._unseen.append(after._error)
+
         with self._changed:
             if not self._is_here:
-                self._then.append(lambda: after.complete(lambda: do(self.result())))
+                self._then.append(go_on)
                 return after
-        after.complete(lambda: do(self.result()))
+        go_on()
         return after
 
     def complete(self, value: Callable[[], Any]) -> None:
@@ -95,15 +107,18 @@ class Asker:
         self._all_asks = asks
         self._asks = {ask.call.name: ask for ask in asks}
         self._numbers = {ask.call.name: number for number, ask in enumerate(asks)}
-        self._open: dict[int, deque[Later]] = {}
-        """Rank -> its answers that have not been received, in the order of the questions."""
         self._awaited: SimpleQueue[bool] = SimpleQueue()
         """An entry for each answer that the thread has to receive; False at the end."""
         self._receiver: Thread | None = None
         self._fault: BaseException | None = None
-        ranks = {ask.answering(world.rank) for ask in asks} - {world.rank}
+        """What has ended one of the threads."""
+        self._unseen: list[BaseException] = []
+        """Errors of functions that `Later.then` has called, which nobody has asked for."""
+        ranks = sorted({ask.answering(world.rank) for ask in asks} - {world.rank})
+        self._open: dict[int, deque[Later]] = {rank: deque() for rank in ranks}
+        """Rank -> its answers that have not been received, in the order of the questions."""
         tag = asks[0].tag if asks else 0
-        self._mail = _Mail(world, sorted(ranks), sends=tag, receives=tag + ANSWERS)
+        self._mail = _Mail(world, ranks, sends=tag, receives=tag + ANSWERS)
 
     def role(self, call: str) -> str:
         """Return the role of a call that may be asked."""
@@ -120,6 +135,10 @@ class Asker:
     def ask(self, call: str, rows: Mapping[str, Any]) -> Later:
         """Ask a call about some rows, columns by key."""
         ask = self._ask(call)
+        if current_thread() is self._receiver:
+            raise UserError(
+                f"context.ask({call!r}) in a function that `then` calls: ask where the host function runs")
+        self._raise_fault()
         sizes = {key: len(column) for key, column in rows.items()}
         if len(set(sizes.values())) != 1:
             raise UserError(f"context.ask({call!r}): columns must have the same number of rows: {sizes}")
@@ -128,10 +147,10 @@ class Asker:
         if rank == self._world.rank:
             with self._answering:
                 answer = _answer(self._engines, ask, batch)
-            (later := Later()).complete(lambda: answer)
+            (later := Later(unseen=self._unseen)).complete(lambda: answer)
             return later
-        later = Later(lambda: self._world.process.waiting([rank]))
-        self._open.setdefault(rank, deque()).append(later)
+        later = Later(lambda: self._world.process.waiting([rank]), self._unseen)
+        self._open[rank].append(later)
         self._raise_fault()  # The thread sets the fault before it looks at what is open.
         self._mail.send(rank, _question(self._numbers[call], batch))
         if self._receiver is None:
@@ -142,6 +161,7 @@ class Asker:
 
     def _receive_all(self) -> None:
         """Receive an answer for each question, from whichever rank it comes."""
+        _use_device(self._world)
         while self._awaited.get():
             try:
                 rank, data = self._mail.receive()
@@ -163,7 +183,9 @@ class Asker:
             self._awaited.put(False)
             with self._world.process.waiting(list(self._open)):
                 self._receiver.join()
-            self._raise_fault()
+        self._raise_fault()
+        for error in self._unseen:
+            raise error
         for rank in self._mail.ranks:
             self._mail.send(rank, _question(0, Batch([])))
         self._mail.close()
@@ -172,13 +194,13 @@ class Asker:
     def answering_others(self) -> Iterator[None]:
         """Answer other ranks that ask this one in a thread, until they have ended, too."""
         others = asked_by(self._world, self._all_asks)
-        failed: list[BaseException] = []
 
         def answer() -> None:
             try:
+                _use_device(self._world)
                 answer_all(self._world, self._engines, self._all_asks, answering=self._answering)
             except BaseException as error:
-                failed.append(error)
+                self._fault = error
 
         thread = Thread(target=answer, name="questions", daemon=True)
         if others:
@@ -187,8 +209,13 @@ class Asker:
         if others:
             with self._world.process.waiting(others):
                 thread.join()
-        if failed:
-            raise failed[0]
+        self._raise_fault()
+
+
+def _use_device(world: World) -> None:
+    """Let this thread use the rank's GPU: a new thread has the first one."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
 
 
 def _fields(data: Tensor) -> Answer:

@@ -1,17 +1,21 @@
 """Calls the functions of modules on a few rows, as `realhf check` and the start of a run do.
 
 So mistakes in them are found before the first step. A call is tried if its inputs are columns of the dataset,
-or outputs of calls that were tried. What is tried here changes nothing of a run.
+or outputs of calls that were tried. What is tried here changes nothing of a run: functions are copies, and
+random numbers of Python, numpy and torch begin where they did.
 """
 
 import contextlib
 import io
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -39,10 +43,12 @@ _COUNTS = (7, 11, 13, 17, 19)
 (rows, rows) is a mistake."""
 _PLAY_SECONDS = 20.0
 """Longest trial of a host call."""
+_ROWS_AT_ONCE = 256
+"""Most rows of a call of a forward function."""
 _ONE_RANK = Layout.parse("d1@0")
 
 
-def try_functions(program: Program, *, plays: bool) -> list[str]:
+def try_functions(program: Program, *, plays: bool, device: torch.device) -> list[str]:
     """Call the functions of the graph's calls on modules; with `plays`, also host calls.
 
     Return warnings. Raises UserError about what would end a run.
@@ -50,17 +56,31 @@ def try_functions(program: Program, *, plays: bool) -> list[str]:
     roles = {name: role for name, role in program.roles.items() if not role.is_language_model}
     if not roles or not program.parts or not isinstance(program.experiment.dataset, ArrayDataset):
         return []
-    trial = _Trial(program, roles)
-    with contextlib.redirect_stdout(io.StringIO()), catch_warnings():
-        simplefilter("ignore")  # torch warns of some of the shapes that are refused here.
-        return list(trial.run(plays=plays))
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        trial = _Trial(program, roles, device)
+        with contextlib.redirect_stdout(io.StringIO()), catch_warnings():
+            simplefilter("ignore")  # torch warns of some of the shapes that are refused here.
+            return list(trial.run(plays=plays))
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _copy(call: FunctionCall) -> FunctionCall | None:
+    """Return a call with a copy of its function, which may keep something; None if it has no copy."""
+    assert isinstance(call.work, ForwardFunction | TrainFunction | HostFunction)
+    try:
+        return replace(call, work=replace(call.work, function=deepcopy(call.work.function)))
+    except Exception:
+        return None
 
 
 class _Engines:
     """The modules of a trial, as a host call that asks sees them."""
 
-    def __init__(self, program: Program, roles: Mapping[str, Role]) -> None:
-        world = World()
+    def __init__(self, program: Program, roles: Mapping[str, Role], world: World) -> None:
         self._engines = {}
         for name, role in roles.items():
             engine = ModuleEngine(spec_of(role.config()), _ONE_RANK, world, dtype=role.weights_dtype)
@@ -81,9 +101,10 @@ class _Engines:
 
 
 class _Trial:
-    def __init__(self, program: Program, roles: Mapping[str, Role]) -> None:
+    def __init__(self, program: Program, roles: Mapping[str, Role], device: torch.device) -> None:
         self._program = program
-        self._engines = _Engines(program, roles)
+        self._world = World(device=device)
+        self._engines = _Engines(program, roles, self._world)
         self._parts = program.experiment.parts(program.graph)
         self._asked = {name for work in program.graph.works(HostFunction) for name in work.asks}
         experiment = program.experiment
@@ -95,10 +116,12 @@ class _Trial:
 
     def run(self, *, plays: bool) -> Iterator[str]:
         """Try the calls in their order; yield warnings."""
-        for call in self._program.graph.order:
-            rows = self._rows(call)
+        for original in self._program.graph.order:
+            rows = self._rows(original)
             outputs: Batch | None = None
-            if rows is None:
+            if rows is None or not isinstance(original.work, ForwardFunction | TrainFunction | HostFunction):
+                continue
+            if (call := _copy(original)) is None:
                 continue
             if isinstance(call.work, ForwardFunction) and call.name not in self._asked:
                 outputs = self._forward(call, rows)
@@ -134,7 +157,7 @@ class _Trial:
     def _forward(self, call: FunctionCall, rows: Batch) -> Batch:
         engine, beside = self._of(call)
         try:
-            return engine.forward(call, rows, micro_batch_tokens=max(1, len(rows)), beside=beside)
+            return engine.forward(call, rows, micro_batch_tokens=_ROWS_AT_ONCE, beside=beside)
         except FloatingPointError as error:
             raise UserError(f"call {call.name!r}: {named_function(call)} returned NaN or infinite values "
                             f"for rows of the dataset, with the first weights ({error})") from error
@@ -204,20 +227,18 @@ class _Trial:
         """Return what a host call returns; None if it cannot be tried."""
         work = call.work_as(HostFunction)
         program = self._program
-        asks = tuple(Ask(call.name, _ONE_RANK, program.graph[name], _ONE_RANK, 0) for name in work.asks)
+        asked = [_copy(program.graph[name]) for name in work.asks]
+        if None in asked:
+            return None
+        asks = tuple(Ask(call.name, _ONE_RANK, one, _ONE_RANK, 0) for one in asked if one is not None)
         context = HostContext(
             program.experiment.tokenizer_dir(), step=1, updates=dict.fromkeys(program.roles, 0),
             run_state=MappingProxyType(dict(self._part(call).state)))
         over = _TooLong()
         try:
-            function = deepcopy(work.function)  # What it keeps on itself is not for a run.
-        except Exception:
-            return None
-        try:
             with context.of_call(call.name), time_limit(_PLAY_SECONDS, lambda: over):
-                context.asker = Asker(World(), self._engines, asks)  # type: ignore[arg-type]
-                tried = call.with_work(function=function, timeout_seconds=None)
-                result = call_host_function(tried, rows, context)
+                context.asker = Asker(self._world, self._engines, asks)  # type: ignore[arg-type]
+                result = call_host_function(call.with_work(timeout_seconds=None), rows, context)
         except (UserError, _TooLong) as error:
             if over not in (error, error.__cause__):
                 raise
