@@ -651,7 +651,7 @@ def resolved_roles(
             num_steps = optimizer_steps(graph, name, num_runs)
             needs_total = optimizer.schedule != "constant" or optimizer.warmup_ratio > 0
             has_total = optimizer.total_steps or num_steps
-            if trains and needs_total and not has_total and any(num_runs.values()):
+            if trains and needs_total and not has_total:
                 raise ValueError(
                     f"{name}.optimizer: when step() was tried without data, no call trained this role, so "
                     "that the length of its schedule is not known: set total_steps")

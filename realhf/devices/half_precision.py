@@ -1,7 +1,7 @@
 """16-bit numbers: products that are computed in float32, and float32 values kept as sums of 16-bit terms.
 
 A CPU without units for 16-bit numbers multiplies them one by one, which is far slower than float32. On
-Intel's without AMX, products in bfloat16 are half as fast as in float32 (190 against 350 GFLOP/s). So the
+Intel CPUs without AMX, products in bfloat16 are half as fast as in float32 (190 against 350 GFLOP/s). So the
 operands are converted to float32, as many rows at a time as fit a core's cache, and the results are rounded.
 The head of a model with `float32_head` computes in float32 on every device, and does not round. Nor do the
 gradients of weights, which are added up in float32 (see `add_product`).

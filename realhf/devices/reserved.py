@@ -163,8 +163,8 @@ class _CudaRange:
         self.address = int(self._call("cuMemAddressReserve", size, 0, 0, 0))
         self.held = 0
         self._mapped: list[_Mapped] = []
-        finalizer = weakref.finalize(self, _free, self._driver, self.address, size, self._mapped,
-                                     self.capacity)
+        finalizer = weakref.finalize(
+            self, _free, self._driver, device, self.address, size, self._mapped, self.capacity)
         finalizer.atexit = False  # The driver may have gone before.
 
     @property
@@ -233,8 +233,10 @@ def _unmap(driver: Any, address: int, capacity: int, piece: _Mapped) -> None:
         _require(driver, "cuMemRelease", driver.cuMemRelease(handle)[0])
 
 
-def _free(driver: Any, address: int, size: int, mapped: list[_Mapped], capacity: int) -> None:
-    torch.cuda.synchronize()
+def _free(
+    driver: Any, device: torch.device, address: int, size: int, mapped: list[_Mapped], capacity: int
+) -> None:
+    torch.cuda.synchronize(device)
     for piece in mapped:
         _unmap(driver, address, capacity, piece)
     _require(driver, "cuMemAddressFree", driver.cuMemAddressFree(address, size)[0])

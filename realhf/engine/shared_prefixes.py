@@ -59,10 +59,10 @@ def keep_prompts_together(
     prompts = [sequences[group[0]][: prompt_lens[group[0]]].numpy() for group in groups]
     joined = []
     for members in _by_prompt(prompts):
-        num_tokens = max_tokens
+        num_tokens: int | None = None
         for group in (groups[member] for member in members):
             size = sum(tokens.lengths[i] for i in group)
-            if num_tokens + size > max_tokens:
+            if num_tokens is None or num_tokens + size > max_tokens:
                 joined.append(list[int]())
                 num_tokens = 0
             joined[-1] += group

@@ -31,9 +31,9 @@ class KVCache:
     """A paged cache of keys and values. Each local layer has two tensors of `shape` (blocks, tokens in a
     block, kv heads, head_dim).
 
-    With `value_dim`, the values are the first dims of the keys and are not stored separately. What has not
-    been written is zero, because values after a row's end are multiplied by probability zero and must be
-    finite.
+    With `value_dim`, the values are the first dims of the keys and are not stored separately. What a row has
+    not written is zero, or what another row has written: values after a row's end are multiplied by
+    probability zero and must be finite.
     """
 
     def __init__(

@@ -76,7 +76,9 @@ def call_cost(
     if isinstance(role.config, ModuleConfig):
         return _module_cost(rates, call, role, workload, call_plan)
     workload = workload.under(call_plan)
-    estimate = _Estimate(rates, role, workload, call_plan, strategy, rank_groups(strategy, per_host))
+    groups = rank_groups(strategy, per_host)
+    knows_prompts = "response_mask" in call.inputs
+    estimate = _Estimate(rates, role, workload, call_plan, strategy, groups, knows_prompts)
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
@@ -177,6 +179,7 @@ class _Estimate:
     call_plan: CallPlan
     strategy: ParallelStrategy
     groups: RankGroups
+    knows_prompts: bool  # Whether the call's inputs say where prompts end.
 
     def forward(self) -> CallCost:
         micro = self._micro_batch
@@ -387,7 +390,7 @@ class _Estimate:
         longest = math.ceil(work.longest_prompt + work.max_new_tokens)
         shares = self.rates.path.of_role(config).shares_prefixes
         shares = shares and not isinstance(config, TransformersConfig)
-        shares = shares and work.prompt_tokens >= LEAST_PREFIX and work.response_tokens > 0
+        shares = shares and work.prompt_tokens >= LEAST_PREFIX and self.knows_prompts
         if not shares or self.strategy.cp > 1 or not config.can_share_prefixes(longest):
             return 1.0
         in_replica: float = work.samples_per_prompt

@@ -43,6 +43,7 @@ from realhf.planner.step_time import (
 )
 
 _SAME = 1e-9  # Relative difference below which two times are equal.
+_MOST_TRIALS = 8  # Of sizes of micro-batches that may not fit, for each call.
 
 
 class HostCall(NamedTuple):
@@ -183,8 +184,11 @@ class SearchSpace:
         """Settle the calls of a plan with the micro-batches with which each is fastest, of all sizes that fit
         beside the rest of the plan; the candidates have some of these sizes only.
 
-        They leave `reserve` bytes free on every rank, or as many as are free now.
+        They leave `reserve` bytes free on every rank, or as many as are free now. If a faster call makes the
+        step longer, which the order of calls can cause, all keep their sizes.
         """
+        before = self.exact_periods(np.array(chosen)[None])
+        key = tuple(int(index) for index in chosen)
         account = self.memory.account
         calls = dict(self.settled(chosen))
 
@@ -204,12 +208,14 @@ class SearchSpace:
                 cost = cost_of(self.problem, self.rates, call, call_plan, layout.ranks)
                 if cost.seconds < now.cost.seconds * (1 - _SAME):
                     faster.append(SettledCall(call_plan, cost))
-            for settled in sorted(faster, key=lambda settled: settled.cost.seconds):
+            for settled in sorted(faster, key=lambda settled: settled.cost.seconds)[:_MOST_TRIALS]:
                 if -excess({**calls, i: settled}) >= free:
                     calls[i] = settled
                     break
-        self._settled[tuple(int(index) for index in chosen)] = calls
+        unrefined, self._settled[key] = self._settled[key], calls
         self._refined = True
+        if self.exact_periods(np.array(chosen)[None]) > before:
+            self._settled[key] = unrefined
 
     def _with_all_rows(self, settled: SettledCall, position: int) -> SettledCall:
         at_one = settled.call_plan

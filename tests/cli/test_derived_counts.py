@@ -146,3 +146,16 @@ def test_a_step_program_is_counted_by_trying_it(monkeypatch, most):
     assert counts["roles"]["net"]["lr_end"] == last and 0 < last < 0.01 * ADAM.lr
     assert metrics[-1]["net/lr"] == pytest.approx(
         sum(learning_rate(program.roles["net"].optimizer, expected - 1 - i) for i in range(32)) / 32)
+
+
+class Untrained(Replayed):
+    """Trains only after something that no trial without data shows."""
+
+    def step(self, run):
+        run.pool("replay", keeps=True).add(run.prompts(self.batch_size))
+
+
+def test_a_schedule_whose_length_is_not_known_is_refused():
+    settings = {"settings": {"optimizer": replace(ADAM, schedule="linear")}, "dataset": ArrayDataset(data())}
+    with pytest.raises(ValueError, match="net.optimizer: .* no call trained this role, .* set total_steps"):
+        compile_program(Untrained(**settings, batch_size=12, steps=30), None, world_size=1)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -107,6 +108,24 @@ def test_what_is_tried_changes_nothing():
     assert torch.equal(torch.get_rng_state(), state)
     again = Trainer(program, World(), quiet=True).run()
     assert [m["net/loss"] for m in again.metrics] == [m["net/loss"] for m in expected.metrics]
+
+
+class Annealed:
+    """A loss that keeps its number of calls, and draws random numbers of numpy."""
+
+    calls = 0
+
+    def __call__(self, net, batch):
+        self.calls += 1
+        return squared_error(net, batch)[0] * (1 + np.random.rand()) / self.calls
+
+
+def test_functions_are_tried_as_copies_and_numpy_goes_on_where_it_was():
+    loss = Annealed()
+    np.random.seed(3)
+    expected = np.random.RandomState(3).rand()
+    tried(TrainFunction(loss))
+    assert loss.calls == 0 and np.random.rand() == expected
 
 
 class Counting:
@@ -215,6 +234,23 @@ def test_the_loss_of_held_out_rows_is_that_of_the_function(tmp_path):
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval/net/loss"] == pytest.approx(float(error.square().mean()), rel=1e-9)
     assert last["eval/net/abs_error"] == pytest.approx(float(error.abs().mean()), rel=1e-9)
+
+
+def test_losses_of_held_out_rows_may_draw_numbers_and_ask_for_gradients():
+    def penalised(net, batch):
+        losses = squared_error(net, batch)[0]
+        x = batch["x"].clone().requires_grad_()
+        noisy = x + 1e-3 * torch.randn(x.shape, dtype=x.dtype)
+        (slope,) = torch.autograd.grad(net.net(noisy).sum(), x, create_graph=True)
+        return losses + slope.square().sum(1)
+
+    made = experiment(
+        "regression", work=TrainFunction(penalised), eval_dataset=ArrayDataset(data()), eval_every=2)
+    state = torch.get_rng_state()
+    first, again = (
+        Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run().metrics[-1]
+        for _ in range(2))
+    assert first["eval/net/loss"] == again["eval/net/loss"] > 0 and torch.equal(torch.get_rng_state(), state)
 
 
 def test_orthogonal_weights_are_those_of_one_thread():

@@ -18,7 +18,7 @@ from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
-from realhf.runtime.execute.asking import Later
+from realhf.runtime.execute.asking import Asker, Later
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.files import execute_file
 from tests.cli_tools import TIMED
@@ -220,6 +220,20 @@ def test_errors_of_answers_are_those_of_the_roll():
 
     with pytest.raises(KeyError, match="nothing"):
         source.roll(2, ask)
+
+
+def test_errors_of_functions_of_answers_end_the_call_though_nobody_asks_for_them():
+    asker = Asker(World(), {}, ())
+    answer = Later(nullcontext, asker._unseen)
+    seen, unseen = (answer.then(lambda answer: {}["nothing"]) for _ in range(2))
+    answer.complete(dict)
+    with pytest.raises(KeyError, match="nothing"):
+        seen.result()
+    with pytest.raises(KeyError, match="nothing"):
+        asker.close()
+    with pytest.raises(KeyError, match="nothing"):
+        unseen.result()
+    asker.close()
 
 
 def rolled(source: VectorSource, steps: int) -> list[np.ndarray]:

@@ -46,10 +46,11 @@ _PLAY_SECONDS = 20.0
 _ROWS_AT_ONCE = 256
 """Most rows of a call of a forward function."""
 _ONE_RANK = Layout.parse("d1@0")
+_CPU = torch.device("cpu")
 
 
-def try_functions(program: Program, *, plays: bool, device: torch.device) -> list[str]:
-    """Call the functions of the graph's calls on modules; with `plays`, also host calls.
+def try_functions(program: Program, *, plays: bool, device: torch.device = _CPU) -> list[str]:
+    """Call the functions of the graph's calls on modules on a device; with `plays`, also host calls.
 
     Return warnings. Raises UserError about what would end a run.
     """
