@@ -37,7 +37,8 @@ def _rates(*, flops=FREE, memory=FREE, intra=FREE, inter=FREE, latency=1e-30, pc
 
 
 def _cost(rates, kind, strategy, *, role=ROLE, work=WORK, micro_batch_tokens=4096, **options):
-    call = FunctionCall("call", kind, ("x", "response_mask"), () if kind == "train_step" else ("y",), role="actor")
+    outputs = () if kind == "train_step" else ("y",)
+    call = FunctionCall("call", kind, ("x", "response_mask"), outputs, role="actor")
     parsed = ParallelStrategy.parse(strategy)
     layout = Layout(parsed, DeviceMesh(tuple(range(parsed.num_ranks))))
     call_plan = CallPlan(layout, micro_batch_tokens, **options)
