@@ -381,6 +381,8 @@ class GeneratingEngine(SequenceEngine):
 
     last_cache_bytes = 0
     """Bytes of the keys and values of the last call that generated."""
+    last_packed_bytes = 0
+    """Bytes of the packed copies of weights (nn/linear.py) in the last call that generated."""
     last_environment_time: EnvironmentTime | None = None
     """The time that environments took in the last call that generated; None: there are none."""
 

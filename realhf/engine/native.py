@@ -32,6 +32,7 @@ from realhf.engine.pipeline import forward_passes
 from realhf.engine.shared_prefixes import keep_prompts_together, pass_tokens
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
+from realhf.inference.cache_memory import PassMemory
 from realhf.inference.generation import Generation
 from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.prompt_queue import PromptQueue
@@ -151,6 +152,7 @@ class NativeEngine(GeneratingEngine):
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext(), self.model.packed():
             yield
+            self.last_packed_bytes = self.model.packed_bytes
         if self.pages is None:  # No recorded pass reads the merged weights.
             self.model.release_merged()
 
@@ -282,18 +284,21 @@ class NativeEngine(GeneratingEngine):
         return None if self.model.config.moe is None else Routers(self.model, work, totals)
 
 
-def pass_bytes(model: Transformer, work: Generate, sizes: Sequence[Size], *, num_samples: int) -> float:
-    """Return the most bytes of prefill, logits, sampling and results beside the cache on this rank, as the
-    planner counts them.
+def pass_bytes(
+    model: Transformer, work: Generate, sizes: Sequence[Size], *, num_samples: int
+) -> PassMemory:
+    """Return the most bytes of prefill, logits, sampling and results beside the cache on this rank, and those
+    of packed weights, as the planner counts them.
 
     The prompts have the given sizes, and a replica has at most `num_samples` samples. Weights with merged
-    adapters are left out.
+    adapters are left out, because they are there before the cache is.
     """
     layout = model.groups.layout
     adapters = model.adapters
     role = ModelRole(
         model.config, str(model.flat.dtype).removeprefix("torch."),
-        lora=None if adapters is None else adapters.lora, float32_head=model.float32_head)
+        lora=None if adapters is None else adapters.lora, float32_head=model.float32_head,
+        int8=layout.form == "int8")
     workload = Workload(
         num_samples * layout.dp * layout.cp, max((size.num_tokens for size in sizes), default=1),
         max_new_tokens=work.sampling.max_new_tokens, max_rows=work.max_rows,
@@ -301,4 +306,7 @@ def pass_bytes(model: Transformer, work: Generate, sizes: Sequence[Size], *, num
     pieces = CallPieces(
         role, workload, layout.strategy, micro_batch_tokens=1, recompute=False, fused=model.flat.is_cuda)
     moments = GenerationMoments(pieces).on(pieces.stage(model.groups.at.pp))
-    return max(memory.num_bytes - memory.kv_cache - memory.merged for memory in moments)
+    packed = moments[0].packed if model.can_pack else 0.0
+    passes = max(
+        memory.num_bytes - memory.kv_cache - memory.merged - memory.packed for memory in moments)
+    return PassMemory(passes, packed)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -165,6 +165,13 @@ def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int
             f"the model has {num_positions} positions")
 
 
+class PassMemory(NamedTuple):
+    """The bytes that passes need on a rank beside the KV cache."""
+
+    temporary: float  # At their peak.
+    packed: float = 0.0  # Copies of weights for a CPU (nn/linear.py), which the first passes make.
+
+
 class CacheLimit:
     """A limit on the memory of a call's KV cache: what fits on the rank of its layout that has least.
 
@@ -182,14 +189,17 @@ class CacheLimit:
         self.num_bytes = recorded
         """The limit of each rank; None before they have agreed on one."""
 
-    def agree(self, pass_bytes: Callable[[], float], *, takes_all: bool = False) -> int:
+    def agree(self, pass_bytes: Callable[[], PassMemory], *, takes_all: bool = False) -> int:
         """Return the limit, on which all ranks of the layout agree when they first call this. `pass_bytes`
-        returns what the passes need beside the cache; `kv_blocks.cache_limit` explains `takes_all`."""
+        returns what the passes need beside the cache; `kv_blocks.cache_limit` explains `takes_all`.
+
+        Packed weights do not exist yet, nor do they when the limit is settled, so that they are subtracted
+        from what is free."""
         if self.num_bytes is None:
             passes = pass_bytes()
             device = self._groups.world.device.type
             self._measure = lambda: cache_limit(
-                self._free(), passes, device_type=device, takes_all=takes_all)
+                self._free() - passes.packed, passes.temporary, device_type=device, takes_all=takes_all)
             self.num_bytes = self._least(self._measure())
         return self.num_bytes
 

@@ -18,7 +18,7 @@ import torch
 from realhf.calls import EnvironmentReplies, Generate, SampleId, TurnSource
 from realhf.distributed.process import Report, no_report
 from realhf.errors import UserError
-from realhf.inference.cache_memory import CacheLimit, GenerationLimits, agreed_sizes
+from realhf.inference.cache_memory import CacheLimit, GenerationLimits, PassMemory, agreed_sizes
 from realhf.inference.cohort import Cohort
 from realhf.inference.page_pool import PagePool
 from realhf.inference.prompt_queue import PromptQueue
@@ -48,7 +48,7 @@ _GIB = 1 << 30
 class PassBytes(Protocol):
     """Returns the most bytes that the passes of a rank need beside its KV cache."""
 
-    def __call__(self, sizes: Sequence[Size], *, num_samples: int) -> float:
+    def __call__(self, sizes: Sequence[Size], *, num_samples: int) -> PassMemory:
         """The prompts have these sizes, and a replica has at most `num_samples` samples."""
 
 

@@ -6,6 +6,7 @@ by it. No other module knows how a tensor is split.
 """
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -123,6 +124,16 @@ class ModelSpec:
         """Return the table with every parameter in the shape that it has in a checkpoint."""
         params = (replace(p, shape=p.shape[1:], num_terms=1) if p.num_terms > 1 else p for p in self.params)
         return replace(self, params=tuple(params))
+
+    def fused_name(self, param: ParamSpec) -> str:
+        """Return the short name of the weight that holds a parameter in `nn`, alone or with others: q, k and
+        v are one ("qkv.weight"), gate and up another."""
+        name = param.short_name
+        if name.endswith("lora_B") and param.in_file.name == param.name:
+            return name
+        if self.config.gated:
+            name = re.sub(r"(^|_)(gate|up)(\.\w+)$", r"\1gate_up\3", name)
+        return name if self.config.mla else re.sub(r"^[qkv](\.\w+)$", r"qkv\1", name)
 
     def part(self, *, int8: bool) -> "ModelSpec":
         """Return the part of the table that takes int8 in generation, or the rest of it."""

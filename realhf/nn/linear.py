@@ -30,6 +30,8 @@ every number of rows, and that changes from step to step in generation."""
 
 _PACKED_ROWS = 512
 """The number of rows for which weights are packed; products of other numbers of rows read the same order."""
+_CHECKED_SHAPES = ((32, 48), (577, 461))
+"""Shapes of a small weight, and of one that is large enough to be packed and that no block divides."""
 
 
 class PackedWeight:
@@ -49,6 +51,11 @@ class PackedWeight:
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the copy takes; MKL also reserves addresses, which take no memory."""
+        return self._shape.numel() * (4 if self._in_float32 else 2)
+
     def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return y_TO = x W^T + b."""
         if not len(x_TI):
@@ -63,16 +70,20 @@ class PackedWeight:
 
 
 @cache
-def packs(dtype: torch.dtype) -> bool:
-    """Return whether products on this CPU are faster with packed weights of this dtype."""
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether products on this CPU are faster with packed weights of this dtype, and are right."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
-    if dtype != torch.float32 and not half_precision.needs_float32(weight):
-        return dtype == torch.bfloat16
-    if not torch.backends.mkl.is_available():
+    in_float32 = dtype == torch.float32 or half_precision.needs_float32(torch.empty(0, dtype=dtype))
+    if not (torch.backends.mkl.is_available() if in_float32 else dtype == torch.bfloat16):
         return False
-    x = torch.randn(2 * _PACKED_ROWS, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return all(_multiplies_packed(dtype, *shape) for shape in _CHECKED_SHAPES)
+
+
+def _multiplies_packed(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> bool:
+    """Return whether products with a packed weight of this shape are those with a plain one."""
+    weight = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(2 * _PACKED_ROWS, num_inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed = PackedWeight(weight)
     expected = x.float() @ weight.float().T
     return all(  # MKL says nothing about numbers of rows other than those for which it has packed.
@@ -83,11 +94,6 @@ def packs(dtype: torch.dtype) -> bool:
 class Weight(torch.nn.Parameter):
     """A parameter, frozen at first, that sums up its gradients of a step."""
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states that the weight is multiplied with."""
-        return self.dtype
-
     total: Tensor | None = None
     """The sum of the gradients, a view of the gradient buffer; None before `collect`."""
     is_empty = True
@@ -95,6 +101,11 @@ class Weight(torch.nn.Parameter):
     packs = False
     """Whether products without gradients use a packed copy, made by the first of them."""
     _packed: PackedWeight | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states that the weight is multiplied with."""
+        return self.dtype
 
     def collect(self, total: Tensor) -> None:
         """Make the parameter trainable and add its gradients to `total` from now on."""
@@ -105,6 +116,10 @@ class Weight(torch.nn.Parameter):
         """Make a packed copy when one is needed, or drop it: no copy may outlast a change of the weight."""
         self.packs = packs
         self._packed = None
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0 if self._packed is None else self._packed.num_bytes
 
     def packed(self) -> PackedWeight:
         if self._packed is None:

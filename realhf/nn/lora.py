@@ -79,7 +79,8 @@ class Adapter:
         multiply = linear if by_ours else F.linear
         if self.merged_weight is not None:
             return multiply(x_TI, self.merged_weight, bias)
-        y_TO = multiply(x_TI, self.weight, bias)
+        reads_packed = isinstance(self.weight, Weight) and self.weight.packs and not torch.is_grad_enabled()
+        y_TO = (linear if reads_packed else multiply)(x_TI, self.weight, bias)
         is_trained = torch.is_grad_enabled() and collects(self._down)
         x_TR = (linear if is_trained else multiply)(x_TI, self._down)
         for ranks, outputs, up_OR in self._ups:

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -79,12 +78,7 @@ class ShardedParameters:
 
     def _weight_name(self, param: ParamSpec) -> str:
         """Return the short name of the weight that holds a parameter, alone or fused with others."""
-        name = param.short_name
-        if name.endswith("lora_B") and param.in_file.name == param.name:
-            return name
-        if self.config.gated:
-            name = re.sub(r"(^|_)(gate|up)(\.\w+)$", r"\1gate_up\3", name)
-        return name if self.config.mla else re.sub(r"^[qkv](\.\w+)$", r"qkv\1", name)
+        return self.spec.fused_name(param)
 
     @property
     def memory(self) -> list[Tensor]:

@@ -36,7 +36,7 @@ from realhf.nn.attention import (
     token_range,
 )
 from realhf.nn.fused import CachePlace, chains_of
-from realhf.nn.linear import embedding, linear, packs
+from realhf.nn.linear import can_pack, embedding, linear
 from realhf.nn.lora import Adapted, Adapter, Adapters
 from realhf.nn.mlp import Mlp, activation
 from realhf.nn.moe import Moe, RouterLosses, gathering
@@ -211,14 +211,24 @@ class Transformer(ShardedParameters):
         weights = [
             weight for layer in self._by_layer.values() for weight in layer.values()
             if weight.dim() == 2 and weight.numel() >= chunk_sizes.LEAST_PACKED_NUMEL]
-        packs_weights = bool(weights) and self.flat.device.type == "cpu" and packs(self.flat.dtype)
+        packs = bool(weights) and self.can_pack
         for weight in weights:
-            weight.set_packs(packs_weights)
+            weight.set_packs(packs)
         try:
             yield
         finally:
             for weight in weights:
                 weight.set_packs(False)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether large weights can be packed on this rank's device."""
+        return self.flat.device.type == "cpu" and can_pack(self.flat.dtype)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that packed copies of weights take."""
+        return sum(weight.packed_bytes for weight in self.weights())
 
     @property
     def merged_bytes(self) -> int:

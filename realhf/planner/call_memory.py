@@ -23,7 +23,7 @@ from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
 from realhf.execution_plan import CallPlan
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import padded_size
-from realhf.models.model_config import ModelConfig
+from realhf.models.model_config import TransformersConfig
 from realhf.planner.efficiencies import OUR_CUDA
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
@@ -31,12 +31,13 @@ from realhf.planner.rates import greatest_load
 from realhf.planner.rows import RankRows
 from realhf.planner.shard import (
     Widths,
+    adapted_params,
     exchanged,
     float32_bytes,
     held_params,
     in_section,
-    num_params,
     num_states,
+    packed_params,
     trained_params,
     weights_bytes,
     widths,
@@ -73,7 +74,8 @@ class CallMemory(NamedTuple):
 
     samples: float = 0.0
     kv_cache: Any = 0.0
-    merged: float = 0.0  # Copies of weights: with the adapters merged in, or packed for a CPU's products.
+    merged: float = 0.0  # Copies of weights with the adapters merged in.
+    packed: float = 0.0  # Copies of weights in the order in which a CPU's products read them.
     activations: float = 0.0
     messages: float = 0.0
     logits: float = 0.0
@@ -433,11 +435,6 @@ class ForwardMoments:
         return moments
 
 
-def has_large_weights(config: ModelConfig) -> bool:
-    """Return whether most weights of a model are so large that a CPU packs them."""
-    return config.hidden_size**2 >= chunk_sizes.LEAST_PACKED_NUMEL
-
-
 class GenerationMoments:
     """The moments of generation: the largest pass of prompts and decoding rows, and sampling.
 
@@ -458,14 +455,9 @@ class GenerationMoments:
     def on(self, stage: Stage) -> list[CallMemory]:
         """Return what a rank of a stage needs at each moment."""
         pieces = self._pieces
-        role = pieces.role
-        merged = 0.0
-        if role.lora is not None and role.lora.merge:  # Assumed for all weights.
-            merged = role.itemsize * float(num_params(role.spec, pieces.strategy, stage.number))
-        elif not pieces.fused and role.dtype != "float64" and has_large_weights(role.config):
-            merged = PACKED_ITEMSIZE * float(held_params(role.config, pieces.strategy, stage.number)[0])
         base = self._base._replace(
-            kv_cache=self._cache_bytes(stage), merged=merged, graphs=self._graph_bytes(stage))
+            kv_cache=self._cache_bytes(stage), merged=self._merged_bytes(stage),
+            packed=self._packed_bytes(stage), graphs=self._graph_bytes(stage))
         moments = [base._replace(activations=self._block)]
         if stage.is_last:
             moments.append(base._replace(logits=self._logits, activations=pieces.hidden_bytes(self._rows)))
@@ -493,6 +485,25 @@ class GenerationMoments:
         return max(
             self._pieces.forward_temporaries(self._pass_tokens, earlier=earlier, load=load),
             self._pieces.forward_temporaries(gathered, earlier=earlier))
+
+    def _merged_bytes(self, stage: Stage) -> float:
+        """Return the bytes of the copies of weights with adapters, into which these are merged."""
+        role = self._pieces.role
+        if role.lora is None or not role.lora.merge:
+            return 0.0
+        numel = adapted_params(role.config, self._pieces.strategy, stage.number, role.lora)
+        return float(role.itemsize * numel)
+
+    def _packed_bytes(self, stage: Stage) -> float:
+        """Return the bytes of the weights that a CPU packs. The transformers engine packs none."""
+        pieces = self._pieces
+        role = pieces.role
+        if pieces.fused or role.dtype == "float64" or isinstance(role.config, TransformersConfig):
+            return 0.0
+        merged = role.lora if role.lora is not None and role.lora.merge else None
+        return PACKED_ITEMSIZE * float(packed_params(
+            role.config, pieces.strategy, stage.number, merged=merged, int8=role.int8,
+            widens_head=role.widens_head))
 
     def _graph_bytes(self, stage: Stage) -> float:
         """Return the bytes of the recorded decode steps of a GPU, one for each padded number of rows.

@@ -39,9 +39,9 @@ _STATES = {
     "gradients": shard.gradient_bytes, "optimizer": shard.optimizer_bytes}
 _COLUMNS = ("weights", "gradients", "optimizer", "cache", "activations", "reserve")
 _ENDINGS = {
-    "weights": "weights", "copy": "weights", "merged": "weights", "gradients": "gradients",
-    "optimizer": "optimizer", "cache": "cache", "kv_cache": "cache", "communicators": "reserve",
-    "context": "reserve", "workspaces": "reserve", "staging": "reserve"}
+    "weights": "weights", "copy": "weights", "merged": "weights", "packed": "weights",
+    "gradients": "gradients", "optimizer": "optimizer", "cache": "cache", "kv_cache": "cache",
+    "communicators": "reserve", "context": "reserve", "workspaces": "reserve", "staging": "reserve"}
 """The last word of a use -> its column; other uses are activations."""
 _RESERVED = ("context", "workspaces", "staging")  # What of the reserve is in use.
 
@@ -363,7 +363,7 @@ class _PlanAccount:
 
         The cache takes no more than `cache_limit` of what is free; further rows wait until blocks are free.
         """
-        apart = sizes.loaded_weights + sizes.merged
+        apart = sizes.loaded_weights + sizes.merged + sizes.packed
         free = np.maximum(0.0, self._account.available - held - apart)
         one_row = sizes.kv_cache / (call_plan.max_rows or planned.workload.max_rows)
         device = self._problem.cluster.device_type

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from realhf.calls import states_of_weights
 from realhf.cluster import Cluster
+from realhf.devices import chunk_sizes
 from realhf.devices.chunk_sizes import SMALL_PRODUCT
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import cached_heads
@@ -109,6 +111,80 @@ def int8_params(config: ModelConfig, strategy: ParallelStrategy, stage: int) -> 
         numel += count * max(map(region_size, regions))
         rows += count * max(stop - start for (start, stop), *_ in regions)
     return numel, rows
+
+
+def packed_params(
+    config: ModelConfig, strategy: ParallelStrategy, stage: int, *, merged: LoraConfig | None, int8: bool,
+    widens_head: bool,
+) -> int:
+    """Return the parameters of the weights that a CPU packs for decoding (nn/linear.py), on the fullest rank
+    of a stage.
+
+    They are the large ones among those that `nn.linear` multiplies: not experts, nor weights in int8, nor a
+    head whose products are in float32, nor weights into which adapters are `merged`.
+    """
+    least = chunk_sizes.LEAST_PACKED_NUMEL
+    return _multiplied_params(config, _split(strategy), stage, merged, int8, not widens_head, False, least)
+
+
+def adapted_params(config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig) -> int:
+    """Return the parameters of the weights that have adapters, on the fullest rank of a stage."""
+    return _multiplied_params(config, _split(strategy), stage, lora, False, False, True, 1)
+
+
+@lru_cache(maxsize=1 << 16)
+def _multiplied_params(
+    config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None, without_int8: bool,
+    with_head: bool, is_adapted: bool, least: int,
+) -> int:
+    """Return the parameters, on the fullest rank of a stage, of those weights with or without adapters that
+    have at least so many."""
+    on_stage = set(_table(config).stage_layers(strategy, stage))
+    if stage == strategy.pp - 1 and with_head:
+        on_stage.add(config.num_layers)
+    by_rank = [0] * strategy.tp
+    for weight, layers in _linear_weights(config, lora).items():
+        if weight.is_adapted != is_adapted or (without_int8 and weight.takes_int8):
+            continue
+        count = len(on_stage.intersection(layers))
+        for index in range(strategy.tp):
+            numel = sum(region_size(param.region(strategy.tp, index)) for param in weight.params)
+            by_rank[index] += count * numel if numel >= least else 0
+    return max(by_rank)
+
+
+class _LinearWeight(NamedTuple):
+    """A weight that `nn.linear` multiplies: its parameters, such as q, k and v, without their names."""
+
+    params: tuple[ParamSpec, ...]
+    takes_int8: bool
+    is_adapted: bool
+
+
+@lru_cache(maxsize=64)
+def _linear_weights(config: ModelConfig, lora: LoraConfig | None) -> dict[_LinearWeight, list[int]]:
+    """Return the layers of each kind of weight, without experts; those of the head are all the layers there
+    are."""
+    adapted = set()
+    if lora is not None:
+        adapted = {(p.layer, p.short_name.rpartition(".")[0]) for p in _table(config, lora).params}
+    fused: dict[tuple[int, str], list[ParamSpec]] = {}
+    table = _table(config)
+    for p in table.params:
+        name = p.short_name
+        if name == "embedding.weight" and config.tied:
+            fused[config.num_layers, name] = [p]
+        elif len(p.shape) == 2 and p.expert is None and p.layer != -1:
+            layer = config.num_layers if p.layer is None else p.layer
+            fused.setdefault((layer, table.fused_name(p)), []).append(p)
+    kinds: dict[_LinearWeight, list[int]] = {}
+    for (layer, _), params in fused.items():
+        kind = _LinearWeight(
+            tuple(ParamSpec("", p.shape, None, p.split_dim, p.num_units) for p in params),
+            all(p.takes_int8 for p in params),
+            any((p.layer, p.short_name.rpartition(".")[0]) in adapted for p in params))
+        kinds.setdefault(kind, []).append(layer)
+    return kinds
 
 
 @lru_cache(maxsize=1 << 16)

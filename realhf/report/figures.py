@@ -360,8 +360,9 @@ def time_by_rank(run: RunFiles, ranks: Sequence[int], colors: Mapping[str, str])
 
 
 _PARTS = {
-    "weights": "weights", "copy": "weights", "merged": "weights", "adapters": "weights",
-    "gradients": "gradients", "optimizer": "optimizer", "cache": "cache", "kv_cache": "cache"}
+    "weights": "weights", "copy": "weights", "merged": "weights", "packed": "weights",
+    "adapters": "weights", "gradients": "gradients", "optimizer": "optimizer", "cache": "cache",
+    "kv_cache": "cache"}
 """The last word of a part of a rank's memory -> what the page calls it."""
 PART_COLORS = {
     "weights": PALETTE[0], "gradients": PALETTE[3], "optimizer": PALETTE[1], "cache": PALETTE[2],

@@ -9,7 +9,7 @@ from realhf.distributed.world import ParallelGroups, World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.inference import cache_memory
-from realhf.inference.cache_memory import CacheLimits, CacheSizes, GenerationLimits
+from realhf.inference.cache_memory import CacheLimits, CacheSizes, GenerationLimits, PassMemory
 from realhf.inference.response_buffer import PromptGroup
 from realhf.layout import Layout, even_split
 from realhf.models.kv_blocks import SHARE_OF_HOST
@@ -108,7 +108,8 @@ def test_limits_are_measured_again_once(monkeypatch):
     groups = ParallelGroups.create(World(), Layout.parse("d1@0"))
     limits = CacheLimits(groups)
     limits.restore({"old": 5})
-    assert [limits.of(call).agree(lambda: 0) for call in ("old", "new", "kept")] == [5, 1 << 19, 1 << 19]
+    agreed = [limits.of(call).agree(lambda: PassMemory(0)) for call in ("old", "new", "kept")]
+    assert agreed == [5, 1 << 19, 1 << 19]
     free[0] = 1 << 10
     limits.settle(besides={"kept"})
     assert limits.agreed == {"old": 5, "new": 1 << 9, "kept": 1 << 19}

@@ -12,7 +12,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from realhf.nn.linear import PackedWeight, packs
+from realhf.nn.linear import PackedWeight, can_pack
 from tests.engine.reference import ragged_rows
 from tests.engine.training import CALL, minibatch
 from tests.nn.tiny import hf_config
@@ -26,8 +26,8 @@ def _random(*shape, seed, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products_are_those_of_the_formula(monkeypatch, dtype, widens):
     monkeypatch.setattr(half_precision, "_has_units", lambda dtype: not widens)
-    packs.cache_clear()
-    if not packs(dtype):
+    can_pack.cache_clear()
+    if not can_pack(dtype):
         pytest.skip(f"no packed weights in {dtype} on this CPU")
     weight, bias = _random(70, 45, seed=0, dtype=dtype), _random(70, seed=1, dtype=dtype)
     packed = PackedWeight(weight)
@@ -39,11 +39,11 @@ def test_products_are_those_of_the_formula(monkeypatch, dtype, widens):
             (packed.product(x, None), exact), (packed.product(x, bias), exact + bias.double())):
             assert found.dtype == dtype
             torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=20 * tolerance)
-    packs.cache_clear()
+    can_pack.cache_clear()
 
 
 def test_no_copy_is_used_in_float64():
-    assert not packs(torch.float64)
+    assert not can_pack(torch.float64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

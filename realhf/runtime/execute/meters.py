@@ -167,7 +167,7 @@ class MemoryMeter:
     - On CUDA, `memory_bytes` is the peak of torch's allocator, `max_memory_allocated`, during the call, and
       the pages of caches, which lie beside it.
     - On a CPU nobody counts temporary tensors. There, `counted_bytes` is what the engines of this rank hold
-      at the end of the call, and its cache, and the prediction has the same parts.
+      at the end of the call, its cache and its packed weights, and the prediction has the same parts.
     - `process_bytes` is the most that the process has held so far in the host's memory: its resident set,
       with libraries, and with what malloc keeps for later tensors. On a CPU its prediction is all parts of
       the call, and what the process holds beside its models when the run begins.
@@ -201,6 +201,7 @@ class MemoryMeter:
         if action.call.kind == "generate":
             engine = self._engines.generating(self._engine_key(action))
             parts["kv_cache"] = max(0, engine.last_cache_bytes - parts.get("cache", 0))
+            parts["packed"] = engine.last_packed_bytes
         event["memory"] = {part: size for part, size in parts.items() if size}
         event["process_bytes"] = resident_bytes(peak=True)
         predicted = self._predicted.get(action.call.name, {}).get(self._rank)
@@ -269,7 +270,7 @@ def _is_allocated(part: str) -> bool:
 
 def _is_counted(part: str) -> bool:
     """Return whether a predicted part is counted on a CPU, such as "actor gradients" or the cache."""
-    return part == "kv_cache" or (" " in part and part.split()[-1] in _COUNTED)
+    return part in ("kv_cache", "packed") or (" " in part and part.split()[-1] in _COUNTED)
 
 
 def largest_by_call(history: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
