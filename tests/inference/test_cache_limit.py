@@ -118,6 +118,17 @@ def test_limits_are_measured_again_once(monkeypatch):
     assert limits.agreed["new"] == 1 << 9
 
 
+@pytest.mark.parametrize("takes_all, expected", [(False, 1 << 18), (True, (1 << 19) - 7)])
+def test_a_cache_leaves_room_for_packed_weights(monkeypatch, takes_all, expected):
+    """They do not exist when the limit is agreed, nor when it is settled."""
+    monkeypatch.setattr(cache_memory, "free_bytes", lambda device, *, num_users: 1 << 20)
+    limits = CacheLimits(ParallelGroups.create(World(), Layout.parse("d1@0")))
+    passes = PassMemory(7, packed=1 << 19)
+    assert limits.of("gen").agree(lambda: passes, takes_all=takes_all) == expected
+    limits.settle()
+    assert limits.agreed == {"gen": expected}
+
+
 def test_it_is_said_once_what_was_taken(capsys):
     _generated(World(), "d1@0", [1 << 40])
     assert capsys.readouterr().err == ""
