@@ -306,7 +306,9 @@ def pass_bytes(
     pieces = CallPieces(
         role, workload, layout.strategy, micro_batch_tokens=1, recompute=False, fused=model.flat.is_cuda)
     moments = GenerationMoments(pieces).on(pieces.stage(model.groups.at.pp))
-    packed = moments[0].packed if model.can_pack else 0.0
+    packed = moments[0].packed
+    if packed and not model.can_pack:  # The planner does not know this CPU.
+        packed = 0.0
     passes = max(
         memory.num_bytes - memory.kv_cache - memory.merged - memory.packed for memory in moments)
     return PassMemory(passes, packed)
