@@ -6,14 +6,17 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from realhf.checkpoint.run_state import Manifest
 from realhf.cli.program import with_predictions
+from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
 from realhf.inference import cache_memory
 from realhf.models.param_spec import model_spec
+from realhf.nn.linear import can_pack
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.records.progress import memory_lines
@@ -86,6 +89,25 @@ def test_a_copy_in_int8_has_the_memory_that_is_predicted(tmp_path):
             assert event["memory"]["actor weights"] == 8 * spec.numel
             if event["name"] != "actor_generate":  # Its cache is predicted for rows of full length.
                 assert event["predicted_counted_bytes"] == event["counted_bytes"]
+
+
+def test_packed_weights_are_counted_as_predicted(tmp_path, monkeypatch):
+    """They exist in generations only."""
+    if not can_pack(torch.float32):
+        pytest.skip("no packed weights on this CPU")
+    monkeypatch.setattr(chunk_sizes, "LEAST_PACKED_NUMEL", 1)
+    directory = write_task(tmp_path)
+    changes = {name: replace(role(directory), dtype="float32") for name in ("actor", "ref")}
+    trainer = _trainer(directory, tmp_path / "run", predicts=True, steps=1, **changes)
+    trainer.run()
+    predicted = trainer._program.predicted_memory
+    for event in read_jsonl(tmp_path / "run" / "timeline.jsonl"):
+        if "memory" in event:
+            packed = event["memory"].get("packed", 0)
+            assert packed == predicted[event["name"]][0].get("packed", 0)
+            assert (packed > 0) == (event["name"] == "actor_generate")
+            cache = event["memory"].get("kv_cache", 0)
+            assert 0 <= event["predicted_counted_bytes"] - event["counted_bytes"] <= 0.5 * cache
 
 
 @pytest.mark.slow
