@@ -323,6 +323,7 @@ class SequenceEngine(Engine):
         values = [torch.cat(parts) for parts in zip(nothing, *columns_of, strict=True)]
         in_order = sorted(range(len(order)), key=order.__getitem__)
         columns: list[Any] = [Packed(column, lengths).select(in_order) for column in values]
+        del results, columns_of, values  # What follows needs memory, too.
         if isinstance(work, Scores):
             scores = [column.values for column in columns]
             columns = [score.sigmoid() for score in scores] if work.probability else scores
