@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino
-import openvino_genai
 
 from benchmarks.compare.sides import Desk, Measured, memory_bytes
 
@@ -21,6 +19,9 @@ _PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 
 def generate(desk: Desk) -> None:
     """Generate for all prompts in one call, as many at once as the settings have rows."""
+    import openvino
+    import openvino_genai
+
     settings = desk.settings
     base = memory_bytes("VmRSS")
     scheduler = openvino_genai.SchedulerConfig()
@@ -37,14 +38,16 @@ def generate(desk: Desk) -> None:
     inputs = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
     desk.answer(base_bytes=base)
     for number, request in enumerate(desk.requests()):
-        configs = [_config(settings, request, seed=number * len(inputs) + i) for i in range(len(inputs))]
+        configs = [
+            _config(openvino_genai.GenerationConfig(), settings, request, seed=number * len(inputs) + i)
+            for i in range(len(inputs))]
         with Measured() as measured:
             results = pipeline.generate(inputs, configs)
         desk.answer(tokens=sum(len(result.m_generation_ids[0]) for result in results), **measured.cost)
 
 
-def _config(settings: dict[str, Any], request: dict[str, Any], *, seed: int) -> Any:
-    config = openvino_genai.GenerationConfig()
+def _config(config: Any, settings: dict[str, Any], request: dict[str, Any], *, seed: int) -> Any:
+    """Return a configuration of one prompt."""
     config.max_new_tokens = request["max_new_tokens"]
     config.do_sample = True
     config.temperature = 1.0
