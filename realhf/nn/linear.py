@@ -77,7 +77,10 @@ def can_pack(dtype: torch.dtype) -> bool:
     in_float32 = dtype == torch.float32 or half_precision.needs_float32(torch.empty(0, dtype=dtype))
     if not (torch.backends.mkl.is_available() if in_float32 else dtype == torch.bfloat16):
         return False
-    return all(_multiplies_packed(dtype, *shape) for shape in _CHECKED_SHAPES)
+    try:
+        return all(_multiplies_packed(dtype, *shape) for shape in _CHECKED_SHAPES)
+    except RuntimeError:  # oneDNN has no such product for the instructions that this process may use.
+        return False
 
 
 def _multiplies_packed(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> bool:
