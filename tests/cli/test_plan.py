@@ -106,7 +106,7 @@ def test_the_answer_is_consistent(planned):
 
 @pytest.mark.slow
 def test_the_table_names_every_call_and_draws_the_step(capsys):
-    assert main(["plan", PPO_7B, "--cluster", "h100-2x8", "--time-limit", "1", *WHAT_IF]) == 0
+    assert main(["plan", PPO_7B, "--cluster", "h100-2x8", "--time-limit", "6", *WHAT_IF]) == 0
     out = capsys.readouterr().out
     for call in ("actor_generate", "reward_forward", "critic_train"):
         assert out.count(call) >= 3  # in the table, under the timeline, with its reason
