@@ -95,7 +95,7 @@ class Program:
 
     @property
     def num_runs(self) -> dict[str, int]:
-        """How often each call of a step runs in the whole run."""
+        """The number of runs of each call of a step in the whole run."""
         return _runs_of_calls(self.experiment, self.graph, self.counts)
 
     @property

@@ -85,7 +85,7 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
 
 @dataclass(frozen=True)
 class PartCount:
-    """How often a part runs on new prompts in a whole run, and on how many."""
+    """The number of runs of a part on new prompts in a whole run, and of these prompts."""
 
     runs: int
     fewest_prompts: int
