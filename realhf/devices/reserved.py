@@ -14,7 +14,9 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -164,7 +166,9 @@ class _CudaRange:
         self.held = 0
         self._mapped: list[_Mapped] = []
         finalizer = weakref.finalize(
-            self, _free, self._driver, device, self.address, size, self._mapped, self.capacity)
+            self, _free, self._driver, partial(torch.cuda.synchronize, device), self.address, size,
+            self._mapped, self.capacity,
+        )
         finalizer.atexit = False  # The driver may have gone before.
 
     @property
@@ -234,9 +238,14 @@ def _unmap(driver: Any, address: int, capacity: int, piece: _Mapped) -> None:
 
 
 def _free(
-    driver: Any, device: torch.device, address: int, size: int, mapped: list[_Mapped], capacity: int
+    driver: Any,
+    synchronize: Callable[[], None],
+    address: int,
+    size: int,
+    mapped: list[_Mapped],
+    capacity: int,
 ) -> None:
-    torch.cuda.synchronize(device)
+    synchronize()
     for piece in mapped:
         _unmap(driver, address, capacity, piece)
     _require(driver, "cuMemAddressFree", driver.cuMemAddressFree(address, size)[0])
