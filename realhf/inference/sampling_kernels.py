@@ -23,7 +23,7 @@ def thresholds(
 ):
     """Write the least logit that may be drawn from each row (grid: rows).
 
-    `top_k` of 0, `top_p` of 1 and `log_min_p` of minus infinity leave all tokens.
+    `top_k` of 0 or of at least V, `top_p` of 1 and `log_min_p` of minus infinity leave all tokens.
     """
     row = product + tl.program_id(0).to(tl.int64) * V
     most_L = tl.full([BLOCK_L], float("-inf"), tl.float32)
@@ -33,7 +33,7 @@ def thresholds(
     most = tl.max(most_L, 0)
     least = most + log_min_p
     lowest = tl.full([], float("-inf"), tl.float32)
-    if top_k > 0:
+    if (top_k > 0) & (top_k < V):
         lowest = _least(
             row, lowest, most, 0.0, top_k, scale, softcap, temperature, V, True, HAS_SOFTCAP, BLOCK_L)
     if top_p < 1.0:
