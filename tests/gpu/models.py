@@ -16,7 +16,7 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec, region_slices
-from tests.families import CASES, MOE_CASES, SIZES
+from tests.families import CASES, LONGROPE, MOE_CASES, SIZES
 
 VARIABLE = "REALHF_GPU_DEVICE"
 """Names where our side runs in place of `cuda`."""
@@ -25,6 +25,7 @@ LENGTHS = [5, 1, 9, 9, 3, 40, 7]
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
 _MORE: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16}, "gemma-2": {"head_dim": 16}, "gpt2": {"n_embd": 64},
+    "phi-3": {"rope_parameters": LONGROPE | {"short_factor": [1.0, 1.5] * 2, "long_factor": [2.0, 4.0] * 2}},
     "qwen3-moe": {"head_dim": 16, "moe_intermediate_size": 16},
     "deepseek-v3": {
         "num_key_value_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,

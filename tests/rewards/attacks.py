@@ -523,7 +523,7 @@ def all_outcomes(attacks: Sequence[Attack], *, landlock: bool = True, alone: boo
     groups = [group for group in groups if group] + [[attack] for attack in singles]
     limits: dict[str, Any] = {"memory_mib": 256, "files_mib": 4, "landlock": landlock}
     patient = Sandbox(cpu_seconds=20, wall_seconds=60.0, **limits)
-    strict = Sandbox(cpu_seconds=1, wall_seconds=2.5, **limits)
+    strict = Sandbox(cpu_seconds=1, wall_seconds=5.0, **limits)
 
     def tried(group: Sequence[Attack], names: dict[str, Any]) -> list[Outcome]:
         return together(strict if "alone" in group[0].flags else patient, group, names)
