@@ -274,6 +274,8 @@ MISUSE = {
     "inputs made anew after send": (
         _score_anew_after_send, r"runs part 'score' after run.send\('train'\) has sent what it made"),
     "state of objects": (lambda run: run.state.update(x=object()), "run.state must hold JSON values only"),
+    "state with numbers as keys": (
+        lambda run: run.state.update(x={1: 2}), "run.state must hold JSON values only: 'x' has a dict"),
     "circular state": (_circle, "run.state must hold JSON values only"),
     "state that is no dict": (lambda run: setattr(run, "state", [1]), "run.state must be a dict"),
     "unknown role": (lambda run: run.updates("critic"), r"updates\('critic'\): the roles are actor, ref"),
@@ -366,15 +368,15 @@ def test_rows_that_begin_late_are_kept_until_they_have_been_used():
 
 
 def test_state_is_the_same_with_and_without_a_restart():
-    """JSON has no tuples, and keys are text: a run that goes on sees what a restarted one would."""
+    """JSON has no tuples: a run that goes on sees what a restarted one would."""
     seen = []
 
     def program(run):
         seen.append(dict(run.state))
-        run.state |= {"pair": (1, 2), 3: [run.number]}
+        run.state |= {"pair": (1, 2), "three": [run.number]}
 
     recorder, runner = run_all(program, steps=2)
-    assert seen == [{}, {"pair": [1, 2], "3": [0]}]
+    assert seen == [{}, {"pair": [1, 2], "three": [0]}]
     saved = runner.to_json()
     copy = json.dumps(saved)
     with runner.one_step():

@@ -22,6 +22,7 @@ from uuid import UUID
 
 import numpy as np
 
+from realhf.errors import UserError
 from realhf.user_input.files import open_regular
 
 _NAME = "rows-"
@@ -185,3 +186,22 @@ def json_form(value: Any, *, as_text: bool = False) -> Any:
     if as_text and isinstance(value, Decimal | UUID):
         return str(value)
     raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def json_state(state: Any, name: str) -> dict[str, Any]:
+    """Return a user's state as a checkpoint gives it back: a copy in JSON's types.
+
+    Raises UserError, with the state's name, if JSON cannot hold it.
+    """
+    if not isinstance(state, dict):
+        raise UserError(f"{name} must be a dict: it is {type(state).__name__}")
+    copy = {}
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise UserError(f"{name} must hold JSON values only: it has the key {key!r}; keys must be text")
+        try:
+            copy[key] = json_form(value)
+        except (TypeError, RecursionError) as error:
+            fault = "a value that holds itself" if isinstance(error, RecursionError) else error
+            raise UserError(f"{name} must hold JSON values only: {key!r} has {fault}") from error
+    return copy

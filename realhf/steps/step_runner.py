@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import networkx as nx
 
 from realhf.calls import HostFunction, longest_response
+from realhf.data.memory_rows import json_state
 from realhf.errors import UserError, described, is_users_own
 from realhf.graph import DataflowGraph
 from realhf.steps.sample_pool import Json, PartExecutor, Pool, SampleLedger, Samples, named
@@ -236,13 +237,7 @@ class StepRunner:
         self.number += 1
 
     def _state_as_json(self) -> str:
-        """Return `state` as JSON: tuples become lists and keys become text, as in a checkpoint."""
-        if not isinstance(self.state, dict):
-            raise UserError(f"run.state must be a dict: it is {type(self.state).__name__}")
-        try:
-            return json.dumps(json.loads(json.dumps(self.state)), sort_keys=True)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"run.state must hold JSON values only: {error}") from error
+        return json.dumps(json_state(self.state, "run.state"), sort_keys=True)
 
     def to_json(self) -> dict[str, Json]:
         """Return the state between two steps, for a checkpoint."""

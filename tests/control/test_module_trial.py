@@ -21,6 +21,7 @@ from realhf.cli.main import main
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.distributed.world import World
+from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
 from realhf.models.modules import module_of
 from realhf.runtime.compile.program import compile_program
@@ -170,6 +171,23 @@ def test_host_calls_are_played_with_copies_and_what_they_return_is_trained_on():
     assert try_functions(wrong, plays=False) == []  # Without the play, there is nothing to train on.
     with pytest.raises(ValueError, match="'net_train': in fit.*each pair of rows"):
         try_functions(wrong, plays=True)
+
+
+@pytest.mark.parametrize(("seen", "fault"), [
+    ({1: 2}, r"'seen' has a dict with the key 1: keys must be text"),
+    ([{"a": {0.5}}], "'seen' has a value of type set"),
+    (Net, "'seen' has a value of type"),
+])
+def test_states_that_a_checkpoint_cannot_give_back_are_refused(seen, fault):
+    def play(batch, context):
+        context.state["seen"] = seen
+        return {"target": context.ask("act", {"x": batch["x"]})["value"]}
+
+    program = compile_program(
+        Asked(player=play, dataset=ArrayDataset(data()), batch_size=12, steps=1), None, world_size=1)
+    message = f"host call 'play': context.state must hold JSON values only: {fault}"
+    with pytest.raises(UserError, match=message):
+        try_functions(program, plays=True)
 
 
 def test_outputs_that_are_missing_are_named():

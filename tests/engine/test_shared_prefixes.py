@@ -43,7 +43,8 @@ def _run(world, text, rows, micro_batch_tokens, options):
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
-    lora = LoraConfig(rank=2, target_modules=("q_proj", "k_proj", "v_proj", "down_proj")) if options.get("lora") else None
+    adapters = LoraConfig(rank=2, target_modules=("q_proj", "k_proj", "v_proj", "down_proj"))
+    lora = adapters if options.get("lora") else None
     spec = model_spec(ModelConfig.from_hf(hf_config()))
     dtype = options.get("dtype", "float64")
     engine = NativeEngine(spec, layout, world, dtype=dtype, optimizer=OptimizerConfig(lr=3e-3), lora=lora)

@@ -15,7 +15,7 @@ import torch
 from realhf.calls import DECISION, KEEP, HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.data.loader import load_tokenizer
-from realhf.data.memory_rows import json_form
+from realhf.data.memory_rows import json_form, json_state
 from realhf.distributed.group import peer_errors
 from realhf.distributed.world import World
 from realhf.errors import UserError, described, user_line
@@ -51,7 +51,7 @@ class HostContext:
         self.state = self.states.setdefault(name, {})
         self.ring = ring
         yield self
-        self.states[name] = self.state
+        self.states[name] = json_state(self.state, f"host call {name!r}: context.state")
 
     def ask(self, call: str, rows: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a forward call answers to some rows: tensors, by name.
@@ -175,8 +175,8 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
 
 def _decision(value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+        return json_form(value)
+    except (TypeError, RecursionError) as error:
         raise TypeError(f"{DECISION!r} must be a JSON value: {error}") from error
 
 
