@@ -101,7 +101,7 @@ def _files(options: Namespace) -> dict[str, str]:
     files = {
         str(path.relative_to(root)): path.read_text(encoding="utf-8")
         for root in roots for path in sorted(root.rglob("*"))
-        if path.is_file() and path.suffix in (".py", ".md", ".json", ".jsonl")}
+        if path.is_file() and path.suffix in (".py", ".ini", ".md", ".json", ".jsonl")}
     changes: dict[str, str] = {}
     if options.model is not None:
         changes["MODEL"] = _quoted(options.model)

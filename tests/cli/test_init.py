@@ -17,6 +17,8 @@ from realhf.data.rows import read_rows
 from tests.cli_tools import REPO
 from tests.samples import marked
 
+PYTEST = (Path(sys.executable).with_name("pytest"), "-q", "-p", "no:cacheprovider")
+
 
 @pytest.fixture(autouse=True)
 def _forgets_other_directories(monkeypatch, tmp_path_factory):
@@ -48,13 +50,15 @@ def test_a_new_experiment_is_sound_and_runs(made, monkeypatch, capsys):
     assert all("eval/score" in json.loads(line) for line in (lines[0], lines[-1]))
 
 
-@pytest.mark.slow
 def test_the_test_of_the_reward_passes_and_can_fail(made):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    command = [*PYTEST, made / "test_reward.py"]
     # The file is edited within a second and keeps its size, so a compiled copy would pass for the new one.
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     shutil.rmtree(made / "__pycache__", ignore_errors=True)
-    assert subprocess.run(command, cwd=made, env=env).returncode == 0
+    # As inside a project of another kind, from its directory.
+    around = '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib"\n'
+    (made.parent / "pyproject.toml").write_text(around)
+    assert subprocess.run(command, cwd=made.parent, env=env).returncode == 0
     reward = made / "reward.py"
     text = reward.read_text()
     reward.write_text(text.replace("0.5 if", "1.0 if"))
@@ -68,7 +72,8 @@ def test_readme_names_the_files_that_are_there(made):
     cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
     named = [word.strip("`,") for cell in cells for word in cell.split()]
     assert sorted(named) == sorted(
-        ["experiment.py", "reward.py", "test_reward.py", "train.jsonl", "held_out.jsonl", "model/"])
+        ["experiment.py", "reward.py", "test_reward.py", "pytest.ini", "train.jsonl", "held_out.jsonl",
+         "model/"])
     assert all((made / name).exists() for name in named)
 
 
@@ -83,7 +88,8 @@ def test_grpo_of_the_template_learns(tmp_path):
 
 
 GAME_FILES = [
-    "experiment.py", "environment.py", "test_environment.py", "train.jsonl", "held_out.jsonl", "model/"]
+    "experiment.py", "environment.py", "test_environment.py", "pytest.ini", "train.jsonl", "held_out.jsonl",
+    "model/"]
 
 
 @pytest.fixture
@@ -92,7 +98,7 @@ def game(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "environment", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(["init", str(tmp_path / "game"), "--template", "environment"]) == 0
-    assert "has an experiment with an environment of 9 files" in capsys.readouterr().out
+    assert "has an experiment with an environment of 10 files" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / "game")
     return tmp_path / "game"
 
@@ -119,7 +125,7 @@ def test_text_that_the_tiny_model_does_not_know_is_told(game, capsys):
 
 
 def test_its_tests_pass_and_can_fail(game):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
+    command = [*PYTEST, "test_environment.py"]
     env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     assert subprocess.run(command, env=env).returncode == 0
     text = Path("environment.py").read_text()
@@ -158,7 +164,7 @@ def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
     given = ["--model", "some-org/some-model", "--data", "rows.jsonl"]
     assert main(["init", "mine", "--template", "sft", *given]) == 0
     files = {path.name for path in (tmp_path / "mine").rglob("*") if path.is_file()}
-    assert files == {"README.md", "experiment.py", "reward.py", "test_reward.py"}
+    assert files == {"README.md", "pytest.ini", "experiment.py", "reward.py", "test_reward.py"}
     experiment = load_experiment("mine/experiment.py")
     assert experiment.actor.model == "some-org/some-model" and not experiment.actor.random_init
     assert experiment.actor.optimizer.lr is None and experiment.eval_dataset.split == "train[-7:]"
@@ -188,7 +194,7 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
     options = ["--template", template, "--data", "rows.jsonl", *(["--prompt-key", key] if is_chat else [])]
     assert main(["init", "own", *options]) == 0
     files = {path.name for path in (tmp_path / "own").rglob("*") if path.is_file()}
-    assert files == {"README.md", "experiment.py", "reward.py", "test_reward.py", "config.json",
+    assert files == {"README.md", "pytest.ini", "experiment.py", "reward.py", "test_reward.py", "config.json",
                      "tokenizer.json", "tokenizer_config.json"}
     assert ("column `answer`" in capsys.readouterr().err) == (template != "grpo")
     monkeypatch.chdir("own")
@@ -196,7 +202,7 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
     assert Path("experiment.py").read_text().count("prompt_key='question'") == (2 if is_chat else 0)
     assert (f"ROWS = Path({str(tmp_path / 'rows.jsonl')!r})" in tests) == (template == "grpo")
     assert ("test_every_row_has" in tests) == ("json" in tests) == (template == "grpo")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    command = [*PYTEST, "test_reward.py"]
     assert subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}).returncode == 0
     assert main(["check", "experiment.py", "--batch_size", "2", "--json"]) == 0
     captured = capsys.readouterr()
@@ -235,7 +241,7 @@ def test_columns_of_ones_own_and_a_held_out_part(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path / "own"))  # Before the directories of other tests.
     reward = Path("reward.py").read_text()
     assert "target: list" in reward and "`target` is a column" in reward and "the right answer" in reward
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    command = [*PYTEST, "test_reward.py"]
     assert subprocess.run(command, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}).returncode == 0
     experiment = load_experiment("experiment.py")
     assert read_rows(experiment.dataset) == rows[:27] and read_rows(experiment.eval_dataset) == rows[27:]
