@@ -347,7 +347,8 @@ def _try_reward(
             warnings += wrong_way
             ranges[part.label] = abs(part.weight) * _range([*values, *more_values])
         judges = [eval_set for eval_set in judging if eval_set.deciding == part.label]
-        is_equal = None not in values and len(set(values)) == 1 and part.weight != 0
+        applies = None not in values or len(reward.rewards) == 1  # None may leave a row to other rewards.
+        is_equal = applies and len(set(values)) == 1 and part.weight != 0
         forms = [(sample, text) for sample in samples[:2] for text in _forms(sample)]
         is_quick = seconds * len(forms) <= _MAX_TRIAL_SECONDS
         if not is_quick or not (is_equal or any(eval_set.doubt(values) for eval_set in judges)):
@@ -437,8 +438,9 @@ def _never_differs(name: str, values: Sequence[float | None], prompt: Any) -> st
     """Return the warning about a reward function whose values are all equal."""
     form = "" if isinstance(prompt, str) else (
         "; completions of chats are lists of messages, as in TRL: the text is completion[-1]['content']")
+    value = "None" if values[0] is None else f"{values[0]:g}"
     return (
-        f"reward function {name} returned {values[0]:g} for all {len(values)} completions that check made "
+        f"reward function {name} returned {value} for all {len(values)} completions that check made "
         "up, among them the rows' answers alone, in a sentence, in \\boxed{}, in <answer> tags and in code: "
         f"nothing is learned from a reward that never differs{form}")
 

@@ -160,7 +160,11 @@ def test_a_reward_function_gets_a_row_with_null(check):
 
 def test_none_is_warned_of(check):
     code, _, err = check([ROW] * 3, _reward("return [None for c in completions]"))
-    assert code == 0 and err.startswith("realhf: warning: reward function reward returned None for 3 of 3")
+    none, never = err.splitlines()
+    assert code == 0 and none.startswith("realhf: warning: reward function reward returned None for 3 of 3")
+    assert "returned None for all 33 completions" in never and "a reward that never differs" in never
+    some = _reward("return [None if len(c) > 3 else 1.0 for c in completions]")
+    assert "never differs" not in check([ROW] * 3, some)[2]
 
 
 def test_a_reward_that_never_differs_is_warned_of(check, tmp_path):
