@@ -1,7 +1,7 @@
 """The functions of modules on a few rows, as `realhf check` calls them, and what it says about arrays."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -166,11 +166,39 @@ def test_host_calls_are_played_with_copies_and_what_they_return_is_trained_on():
     settings = {"dataset": ArrayDataset(data()), "batch_size": 12, "steps": 1}
     right = Asked(player=Counting(False), **settings)
     program = compile_program(right, None, world_size=1)
-    assert try_functions(program, plays=True) == [] and right.player.seen == 0
+    (doubt,) = try_functions(program, plays=True)
+    assert "'play' changes the attribute 'seen' of its function" in doubt and "context.state" in doubt
+    assert right.player.seen == 0
     wrong = compile_program(Asked(player=Counting(True), **settings), None, world_size=1)
     assert try_functions(wrong, plays=False) == []  # Without the play, there is nothing to train on.
     with pytest.raises(ValueError, match="'net_train': in fit.*each pair of rows"):
         try_functions(wrong, plays=True)
+
+
+class Counted(Net):
+    """Counts its passes in an attribute, which is lost, beside the buffer of `Net`, which is not."""
+
+    def __init__(self, inputs=5):
+        super().__init__(inputs)
+        self.passes = 0
+        self.first_size = None
+
+    def forward(self, *inputs):
+        self.passes += 1
+        self.first_size = self.first_size or len(inputs[0])
+        return super().forward(*inputs)
+
+
+def test_attributes_that_a_resumed_run_would_lose_are_doubted():
+    assert tried(TrainFunction(squared_error)) == []
+    (doubt,) = tried(TrainFunction(Annealed()))
+    assert doubt == (
+        "call 'net_train' changes the attribute 'calls' of its function, which no checkpoint holds: a "
+        "resumed run begins with 0 again; let it be a buffer of the module")
+    made = experiment("regression", work=TrainFunction(squared_error))
+    made.roles = lambda: {"net": replace(Regression.roles(made)["net"], module=Counted)}
+    (doubt,) = try_functions(compile_program(made, None, world_size=1), plays=True)
+    assert "'net_train' changes the attribute 'passes' of the module net, which" in doubt
 
 
 @pytest.mark.parametrize(("seen", "fault"), [

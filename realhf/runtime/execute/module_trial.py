@@ -27,7 +27,7 @@ from realhf.data.loader import make_loader
 from realhf.distributed.world import World
 from realhf.engine.base import Engine
 from realhf.engine.module import ModuleEngine, named_function
-from realhf.errors import UserError, innermost_user_line
+from realhf.errors import UserError, innermost_user_line, shown
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
@@ -78,6 +78,55 @@ def _copy(call: FunctionCall) -> FunctionCall | None:
         return None
 
 
+def _kept(thing: Any) -> dict[str, Any]:
+    """Return copies of the attributes of an object that are numbers, text or collections of these.
+
+    Those of its class count, too.
+    """
+    attributes: dict[str, Any] = {}
+    for owner in (*reversed(type(thing).__mro__), thing):
+        attributes |= getattr(owner, "__dict__", {})
+    return {name: deepcopy(value) for name, value in attributes.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
+    return isinstance(value, bool | int | float | str)
+
+
+class _Attributes:
+    """What a call's function, and the modules of its role, keep in attributes, which no checkpoint holds.
+
+    An attribute that is set by its first use, such as a cache, is not meant.
+    """
+
+    def __init__(self, call: FunctionCall, module: torch.nn.Module | None) -> None:
+        assert isinstance(call.work, ForwardFunction | TrainFunction | HostFunction)
+        self._call = call
+        self._owners: dict[str, Any] = {"its function": call.work.function}
+        if module is not None:
+            self._owners |= {
+                f"the module {'.'.join(filter(None, (call.role, name)))}": part
+                for name, part in module.named_modules()}
+        self._before = {name: _kept(owner) for name, owner in self._owners.items()}
+
+    def doubts(self) -> Iterator[str]:
+        """Yield a warning for each owner some of whose attributes the call has changed."""
+        is_host = isinstance(self._call.work, HostFunction)
+        for name, owner in self._owners.items():
+            before = self._before[name]
+            now = _kept(owner)
+            if changed := [key for key in before if key != "training" and now.get(key) != before[key]]:
+                advice = "keep it in context.state" if is_host else "let it be a buffer of the module"
+                yield (
+                    f"call {self._call.name!r} changes the attribute {changed[0]!r} of {name}, which no "
+                    f"checkpoint holds: a resumed run begins with {shown(before[changed[0]])} again; "
+                    f"{advice}")
+
+
 class _Engines:
     """The modules of a trial, as a host call that asks sees them."""
 
@@ -124,6 +173,7 @@ class _Trial:
                 continue
             if (call := _copy(original)) is None:
                 continue
+            attributes = _Attributes(call, None if call.role is None else self._of(call)[0].module)
             if isinstance(call.work, ForwardFunction) and call.name not in self._asked:
                 outputs = self._forward(call, rows)
             elif isinstance(call.work, TrainFunction):
@@ -132,6 +182,7 @@ class _Trial:
                 warnings: list[str] = []
                 outputs = self._play(call, rows, warnings)
                 yield from warnings
+            yield from attributes.doubts()
             if outputs is not None and outputs.ids == rows.ids:  # Filters let all pass in a trial.
                 self._made |= {key: outputs.pick([key]) for key in outputs.fields}
 
