@@ -325,6 +325,17 @@ def host_memory_bytes() -> float:
     return whole // _ROUNDED_BYTES * _ROUNDED_BYTES or whole
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether this host's CPU has units that multiply bfloat16 faster than float32. On Intel CPUs only
+    those of AMX are faster (devices/half_precision.py)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    units = {"amx_bf16"} if "GenuineIntel" in text else {"avx512_bf16", "bf16"}
+    return not units.isdisjoint(text.split())
+
+
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -22,7 +22,7 @@ from rich.text import Text
 from realhf.cli.experiment_file import add_experiment_arguments, read_experiment
 from realhf.cli.launch import is_worker
 from realhf.cli.planning_problem import checked_plan, problem_of, without_lag
-from realhf.cluster import Cluster, host_memory_bytes, num_cores
+from realhf.cluster import Cluster, host_memory_bytes, multiplies_bfloat16, num_cores
 from realhf.errors import UserError, naming
 from realhf.execution_plan import OPTIONS, CallPlan, ExecutionPlan
 from realhf.experiment import Experiment
@@ -568,9 +568,12 @@ def this_machine(num_devices: int | None = None) -> Cluster:
         number = num_devices or num_cores()
         memory = host_memory_bytes()
         cluster = Cluster.load("cpu-laptop")
+        peaks = dict(cluster.peak_flops)
+        if not multiplies_bfloat16():  # Then products in bfloat16 are computed in float32.
+            peaks["bfloat16"] = peaks["float32"]
         return replace(
             cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
-            cores_per_host=num_cores(),
+            peak_flops=peaks, cores_per_host=num_cores(),
             host_memory=None,  # Devices use the same memory, so offloading would save nothing.
         )
     model = re.search(r"Model:\s*(.*)", gpus[0])

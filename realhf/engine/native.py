@@ -288,10 +288,9 @@ def pass_bytes(
     model: Transformer, work: Generate, sizes: Sequence[Size], *, num_samples: int
 ) -> PassMemory:
     """Return the most bytes of prefill, logits, sampling and results beside the cache on this rank, and those
-    of packed weights, as the planner counts them.
+    of merged and packed copies of weights that do not exist now, as the planner counts them.
 
-    The prompts have the given sizes, and a replica has at most `num_samples` samples. Weights with merged
-    adapters are left out, because they are there before the cache is.
+    The prompts have the given sizes, and a replica has at most `num_samples` samples.
     """
     layout = model.groups.layout
     adapters = model.adapters
@@ -304,11 +303,10 @@ def pass_bytes(
         max_new_tokens=work.sampling.max_new_tokens, max_rows=work.max_rows,
         prefill_tokens=work.prefill_tokens)
     pieces = CallPieces(
-        role, workload, layout.strategy, micro_batch_tokens=1, recompute=False, fused=model.flat.is_cuda)
+        role, workload, layout.strategy, micro_batch_tokens=1, recompute=False, fused=model.flat.is_cuda,
+        packed_itemsize=model.packed_itemsize)
     moments = GenerationMoments(pieces).on(pieces.stage(model.groups.at.pp))
-    packed = moments[0].packed
-    if packed and not model.can_pack:  # The planner does not know this CPU.
-        packed = 0.0
+    copies = moments[0].merged + moments[0].packed
     passes = max(
         memory.num_bytes - memory.kv_cache - memory.merged - memory.packed for memory in moments)
-    return PassMemory(passes, packed)
+    return PassMemory(passes, absent=copies - model.merged_bytes - model.packed_bytes)

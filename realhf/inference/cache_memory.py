@@ -169,7 +169,7 @@ class PassMemory(NamedTuple):
     """The bytes that passes need on a rank beside the KV cache."""
 
     temporary: float  # At their peak.
-    packed: float = 0.0  # Copies of weights for a CPU (nn/linear.py), which the first passes make.
+    absent: float = 0.0  # Copies of weights that the call makes and that do not exist now.
 
 
 class CacheLimit:
@@ -191,16 +191,19 @@ class CacheLimit:
 
     def agree(self, pass_bytes: Callable[[], PassMemory], *, takes_all: bool = False) -> int:
         """Return the limit, on which all ranks of the layout agree when they first call this. `pass_bytes`
-        returns what the passes need beside the cache; `kv_blocks.cache_limit` explains `takes_all`.
-
-        Packed weights do not exist yet, nor do they when the limit is settled, so that they are subtracted
-        from what is free."""
+        returns what the passes need now beside the cache, and is called again when the limit is settled:
+        copies of weights that a call releases at its end do not exist then. `kv_blocks.cache_limit` explains
+        `takes_all`."""
         if self.num_bytes is None:
-            passes = pass_bytes()
             device = self._groups.world.device.type
-            self._measure = lambda: cache_limit(
-                self._free() - passes.packed, passes.temporary, device_type=device, takes_all=takes_all)
-            self.num_bytes = self._least(self._measure())
+
+            def measured() -> float:
+                passes = pass_bytes()
+                free = self._free() - passes.absent
+                return cache_limit(free, passes.temporary, device_type=device, takes_all=takes_all)
+
+            self._measure = measured
+            self.num_bytes = self._least(measured())
         return self.num_bytes
 
     def settle(self) -> None:

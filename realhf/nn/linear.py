@@ -43,7 +43,8 @@ class PackedWeight:
 
     def __init__(self, weight_OI: Tensor) -> None:
         self._shape = weight_OI.shape
-        self._in_float32 = weight_OI.dtype == torch.float32 or half_precision.needs_float32(weight_OI)
+        self._itemsize = self.itemsize(weight_OI.dtype)
+        self._in_float32 = self._itemsize == 4
         if self._in_float32:
             self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI.float(), _PACKED_ROWS)
             # The operator asks for its shape only.
@@ -51,10 +52,15 @@ class PackedWeight:
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_ROWS)
 
+    @staticmethod
+    def itemsize(dtype: torch.dtype) -> int:
+        """Return the bytes of an element of a packed weight of this dtype."""
+        return 4 if half_precision.needs_float32(torch.empty(0, dtype=dtype)) else dtype.itemsize
+
     @property
     def num_bytes(self) -> int:
         """The bytes that the copy takes; MKL also reserves addresses, which take no memory."""
-        return self._shape.numel() * (4 if self._in_float32 else 2)
+        return self._shape.numel() * self._itemsize
 
     def product(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return y_TO = x W^T + b."""
@@ -74,7 +80,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Return whether products on this CPU are faster with packed weights of this dtype, and are right."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    in_float32 = dtype == torch.float32 or half_precision.needs_float32(torch.empty(0, dtype=dtype))
+    in_float32 = PackedWeight.itemsize(dtype) == 4
     if not (torch.backends.mkl.is_available() if in_float32 else dtype == torch.bfloat16):
         return False
     try:

@@ -36,7 +36,7 @@ from realhf.nn.attention import (
     token_range,
 )
 from realhf.nn.fused import CachePlace, chains_of
-from realhf.nn.linear import can_pack, embedding, linear
+from realhf.nn.linear import PackedWeight, Weight, can_pack, embedding, linear
 from realhf.nn.lora import Adapted, Adapter, Adapters
 from realhf.nn.mlp import Mlp, activation
 from realhf.nn.moe import Moe, RouterLosses, gathering
@@ -208,10 +208,8 @@ class Transformer(ShardedParameters):
 
         Weights must not change meanwhile, and gradients are not supported.
         """
-        weights = [
-            weight for layer in self._by_layer.values() for weight in layer.values()
-            if weight.dim() == 2 and weight.numel() >= chunk_sizes.LEAST_PACKED_NUMEL]
-        packs = bool(weights) and self.can_pack
+        weights = self._packable()
+        packs = self.packed_itemsize > 0
         for weight in weights:
             weight.set_packs(packs)
         try:
@@ -220,10 +218,17 @@ class Transformer(ShardedParameters):
             for weight in weights:
                 weight.set_packs(False)
 
+    def _packable(self) -> list[Weight]:
+        """Return the weights that are large enough to be packed."""
+        return [
+            weight for layer in self._by_layer.values() for weight in layer.values()
+            if weight.dim() == 2 and weight.numel() >= chunk_sizes.LEAST_PACKED_NUMEL]
+
     @property
-    def can_pack(self) -> bool:
-        """Whether large weights can be packed on this rank's device."""
-        return self.flat.device.type == "cpu" and can_pack(self.flat.dtype)
+    def packed_itemsize(self) -> int:
+        """Bytes of an element of a packed weight; 0 if nothing is packed on this rank's device."""
+        packs = self.flat.device.type == "cpu" and bool(self._packable()) and can_pack(self.flat.dtype)
+        return PackedWeight.itemsize(self.flat.dtype) if packs else 0
 
     @property
     def packed_bytes(self) -> int:

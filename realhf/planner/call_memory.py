@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from realhf.cluster import Cluster
 from realhf.data.micro_batch import passes_in_flight
 from realhf.devices import chunk_sizes
 from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
@@ -45,8 +46,6 @@ from realhf.planner.shard import (
 
 _INPUT_BYTES_PER_TOKEN = 64  # In a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
-PACKED_ITEMSIZE = 4
-"""Bytes of an element of a packed weight (nn/linear.py), which is in float32 on most CPUs."""
 _ID_BYTES = 8  # Bytes of a token's id.
 _RESULT_BYTES = 17.0  # Bytes of a new token's id, log-prob in float64, and whether it was inserted.
 _SEARCH_BYTES = 26  # Bytes for each logit in which the threshold of top-p is searched for.
@@ -117,6 +116,8 @@ class CallPieces:
     micro_batch_tokens: int
     recompute: bool
     fused: bool
+    packed_itemsize: int = 0
+    """Bytes of an element of a packed weight (see `packed_itemsize`); 0: none is packed."""
 
     # Sizes
 
@@ -365,6 +366,19 @@ class CallPieces:
 # The moments of calls
 
 
+def packed_itemsize(dtype: str, cluster: Cluster) -> int:
+    """Return the bytes of an element of a packed weight of this dtype (nn/linear.py); 0: none is packed.
+
+    A CPU that is faster in a 16-bit dtype than in float32 has units for it, and packs bfloat16 as it is; one
+    without them packs in float32.
+    """
+    if cluster.device_type == "cuda" or dtype == "float64":
+        return 0
+    peaks = cluster.peak_flops
+    has_units = dtype in peaks and "float32" in peaks and peaks[dtype] > peaks["float32"]
+    return {"bfloat16": 2, "float16": 0}[dtype] if has_units else 4
+
+
 class RunningMemory:
     """The memory that ranks need only while a call runs.
 
@@ -377,7 +391,8 @@ class RunningMemory:
         self._offloads = call_plan.offload
         self._peaks = CallPeaks(planned.kind, CallPieces(
             role, planned.workload.under(call_plan), self._strategy,
-            call_plan.micro_batch_tokens, call_plan.recompute, problem.cluster.device_type == "cuda"))
+            call_plan.micro_batch_tokens, call_plan.recompute, problem.cluster.device_type == "cuda",
+            packed_itemsize(role.dtype, problem.cluster)))
 
     def on(self, stage: int) -> CallMemory:
         memory = self._peaks.on(stage)
@@ -498,10 +513,10 @@ class GenerationMoments:
         """Return the bytes of the weights that a CPU packs. The transformers engine packs none."""
         pieces = self._pieces
         role = pieces.role
-        if pieces.fused or role.dtype == "float64" or isinstance(role.config, TransformersConfig):
+        if not pieces.packed_itemsize or isinstance(role.config, TransformersConfig):
             return 0.0
         merged = role.lora if role.lora is not None and role.lora.merge else None
-        return PACKED_ITEMSIZE * float(packed_params(
+        return pieces.packed_itemsize * float(packed_params(
             role.config, pieces.strategy, stage.number, merged=merged, int8=role.int8,
             widens_head=role.widens_head))
 

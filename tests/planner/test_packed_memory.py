@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from realhf.calls import Generate, SamplingConfig
+from realhf.cli.plan import this_machine
+from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.devices import chunk_sizes, half_precision
 from realhf.distributed.world import World
@@ -15,8 +17,8 @@ from realhf.inference.response_buffer import Size
 from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig, TransformersConfig
-from realhf.nn.linear import can_pack
-from realhf.planner.call_memory import CallMemory, CallPieces, GenerationMoments
+from realhf.nn.linear import PackedWeight, can_pack
+from realhf.planner.call_memory import CallMemory, CallPieces, GenerationMoments, packed_itemsize
 from realhf.planner.problem import ModelRole, Workload
 from tests.nn.tiny import hf_config
 from tests.samples import marked
@@ -37,8 +39,8 @@ def _config(*, tied=False):
 
 
 def _generate(world, role, text):
-    """Generate on a rank; return the bytes of packed and of merged copies, the bytes to pack that limit its
-    cache, and the log-probs."""
+    """Generate on a rank; return the bytes of packed and of merged copies, the bytes of copies for which its
+    cache leaves room when it is settled, and the log-probs."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
@@ -55,14 +57,22 @@ def _generate(world, role, text):
     if role.lora is not None and role.lora.merge:
         with engine.model.merged():
             merged = engine.model.merged_bytes
-    limiting = pass_bytes(engine.model, WORK, [Size(8, 0, 1)], num_samples=3).packed
+            there = pass_bytes(engine.model, WORK, [Size(8, 0, 1)], num_samples=3)
+            assert there.absent == engine.last_packed_bytes
+        engine.model.release_merged()
+    limiting = pass_bytes(engine.model, WORK, [Size(8, 0, 1)], num_samples=3).absent
     return engine.last_packed_bytes, merged, limiting, made["logprobs"].values if made.fields else None
 
 
-def _predicted(role, text, *, fused=False) -> list[CallMemory]:
-    """Return the memory of each stage."""
+def _predicted(role, text, *, fused=False, has_units=False) -> list[CallMemory]:
+    """Return the memory of each stage on a CPU that perhaps `has_units` for bfloat16."""
     strategy = Layout.parse(text).strategy
-    pieces = CallPieces(role, Workload(3, 8, 4, max_new_tokens=4), strategy, 4096, False, fused=fused)
+    laptop = Cluster.load("cpu-laptop")
+    peaks = {"float32": 1e11, "float64": 5e10, "bfloat16": 5e11 if has_units else 9e10}
+    cluster = replace(laptop, peak_flops=peaks, device_type="cuda" if fused else "cpu")
+    pieces = CallPieces(
+        role, Workload(3, 8, 4, max_new_tokens=4), strategy, 4096, False, fused=fused,
+        packed_itemsize=packed_itemsize(role.dtype, cluster))
     return [GenerationMoments(pieces).on(pieces.stage(stage))[0] for stage in range(strategy.pp)]
 
 
@@ -92,8 +102,9 @@ def test_planner_and_run_agree(converts, role, numel):
         pytest.skip("no packed weights on this CPU")
     packed, merged, limiting, _ = _generate(World(), role, "d1@0")
     (memory,) = _predicted(role, "d1@0")
-    assert packed == limiting == memory.packed == 4 * numel
+    assert packed == memory.packed == 4 * numel
     assert merged == memory.merged
+    assert limiting == packed + merged
     assert not _predicted(role, "d1@0", fused=True)[0].packed
 
 
@@ -111,7 +122,34 @@ def test_ranks_pack_what_they_hold(pool, layout, lora):
         of_ranks = [found[rank] for rank in grid[stage].ravel()]
         assert max(packed for packed, *_ in of_ranks) == memory.packed
         assert max(merged for _, merged, *_ in of_ranks) == memory.merged
-        assert {limiting for _, _, limiting, _ in of_ranks} == {memory.packed}
+        assert {limiting for _, _, limiting, _ in of_ranks} == {memory.packed + memory.merged}
+
+
+@pytest.mark.parametrize("role, numel", [
+    (ModelRole(_config(), "bfloat16"), HEAD + 3 * GATE_UP),
+    (ModelRole(_config(), "bfloat16", lora=replace(ALL, merge=True)), HEAD),
+])
+def test_units_for_bfloat16_read_it_as_it_is(monkeypatch, role, numel):
+    """oneDNN can do so without AMX, too, but more slowly than in float32."""
+    monkeypatch.setattr(half_precision, "_has_units", lambda dtype: True)
+    can_pack.cache_clear()
+    try:
+        if not can_pack(torch.bfloat16):
+            pytest.skip("no packed weights in bfloat16 on this CPU")
+        packed, merged, limiting, _ = _generate(World(), role, "d1@0")
+    finally:
+        can_pack.cache_clear()
+    (memory,) = _predicted(role, "d1@0", has_units=True)
+    assert packed == memory.packed == 2 * numel
+    assert limiting == packed + merged == memory.packed + memory.merged
+
+
+def test_this_machine_has_the_units_that_torch_finds():
+    here = this_machine(1)
+    if here.device_type == "cuda":
+        pytest.skip("it has a GPU")
+    assert packed_itemsize("bfloat16", here) == PackedWeight.itemsize(torch.bfloat16)
+    assert here.peak_flops["float32"] == Cluster.load("cpu-laptop").peak_flops["float32"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
