@@ -19,6 +19,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv-bench/.installed
 OPENVINO_STAMP := .venv-openvino-bench/.installed
+OPENVINO_MODEL := runs/real_model/openvino
 CONTROL_STAMP := .venv-control-bench/.installed
 # Many tests start processes: they load compiled modules, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
@@ -40,9 +41,14 @@ $(BENCH_STAMP): constraints.txt benchmarks/requirements.txt
 	.venv-bench/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -r benchmarks/requirements.txt
 	touch $@
 
-openvino-bench-setup: setup $(OPENVINO_STAMP)
-	test -d runs/real_model/openvino || HF_HUB_OFFLINE=1 .venv-openvino-bench/bin/optimum-cli export openvino \
-		--model runs/real_model/model --task text-generation-with-past --weight-format fp32 runs/real_model/openvino
+openvino-bench-setup: setup $(OPENVINO_STAMP) $(OPENVINO_MODEL)
+
+$(OPENVINO_MODEL): | $(OPENVINO_STAMP)
+	@test -d runs/real_model/model || { echo 'there is no runs/real_model/model: `python examples/real_model.py` makes it'; exit 1; }
+	rm -rf $@.part
+	HF_HUB_OFFLINE=1 .venv-openvino-bench/bin/optimum-cli export openvino \
+		--model runs/real_model/model --task text-generation-with-past --weight-format fp32 $@.part
+	mv $@.part $@
 
 # torchvision, which optimum-intel needs for images alone, is often built for another torch, and fails then.
 $(OPENVINO_STAMP): benchmarks/requirements-openvino.txt

@@ -1,7 +1,8 @@
 """The side of openvino-genai's continuous batching, in its own environment; sides.py describes the protocol.
 
-`model` is a directory that `optimum-cli export openvino` has written. The precision is that of the
-computation; the weights are those of the export.
+`model` is a directory that `optimum-cli export openvino` has written. Computation and cache have the
+precision that is asked for, which openvino does not promise by default; the weights are those of the export.
+Prompts are not kept from one call to the next: new weights would make their keys and values worthless.
 """
 
 import json
@@ -32,7 +33,9 @@ def generate(desk: Desk) -> None:
     scheduler.max_num_batched_tokens = _BATCH_TOKENS
     properties = {
         "INFERENCE_PRECISION_HINT": _PRECISION[settings["dtype"]],
-        "KV_CACHE_PRECISION": _PRECISION[settings["dtype"]], "INFERENCE_NUM_THREADS": settings["threads"]}
+        "KV_CACHE_PRECISION": _PRECISION[settings["dtype"]],
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # No activations in int8.
+        "INFERENCE_NUM_THREADS": settings["threads"]}
     pipeline = openvino_genai.ContinuousBatchingPipeline(
         settings["openvino_model"], scheduler_config=scheduler, device="CPU", properties=properties)
     inputs = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
