@@ -133,7 +133,8 @@ class Cohort:
             prompts, tables=self._tables,
             history=self.buffer.history, prefill_tokens=self._limits.work.prefill_tokens,
             restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks,
-            returning=returning, may_go_on=self._may_go_on, takes_from_parked=self._in_turns)
+            returning=returning, may_go_on=self._may_go_on, takes_from_parked=self._in_turns,
+            copies_prefixes=self._pool.backends is None and self._model.copies_prefixes)
 
     def _take_prompt(self) -> Prompt | None:
         group = self._queue.take()

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NewType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realhf.attention.interface import num_common_tokens
 from realhf.distributed.group import Group
@@ -159,7 +160,7 @@ class Scheduler:
         history: Callable[[BufferRow], list[int]], restart_at: int | None = None,
         more: Callable[[], Prompt | None] = lambda: None, blocks: BlockManager | None = None,
         returning: Iterable[ParkedRow] = (), may_go_on: Callable[[BufferRow], bool] = lambda row: False,
-        takes_from_parked: bool = False,
+        takes_from_parked: bool = False, copies_prefixes: bool = False,
     ) -> None:
         """`history` returns a row's prompt and all of its tokens so far. A row that reaches `restart_at`
         tokens is computed again before it grows further. When the queue is empty and a slot is free, `more`
@@ -170,7 +171,10 @@ class Scheduler:
 
         A row that stops is parked if it `may_go_on`, and ends otherwise. Parked rows lose their blocks
         before others do if the scheduler `takes_from_parked`; `continue_parked` then has them computed again.
-        Otherwise there must be enough blocks for all rows."""
+        Otherwise there must be enough blocks for all rows.
+
+        If it `copies_prefixes`, a prompt gets copies of what it has in common with that of a row that runs,
+        and only its other tokens are computed."""
         self._queued = deque(prompts)
         self._more = more
         self._history = history
@@ -187,6 +191,9 @@ class Scheduler:
         self._may_go_on = may_go_on
         self._takes_from_parked = takes_from_parked
         self.parked: list[ParkedRow] = []
+        self._copies_prefixes = copies_prefixes
+        self._prompt_of: dict[int, NDArray[np.int64]] = {}
+        """Slot -> the tokens of the prompt with which its row has begun here, if prefixes are copied."""
         self._last: Step | None = None
         self._last_slots: list[int] = []
         """The slots of the last step's rows."""
@@ -203,7 +210,7 @@ class Scheduler:
         self._grow()
         copies = self._start_rows()
         self._grow()
-        chunks = self._chunks() if prefills else []
+        chunks = self._chunks(copies) if prefills else []
         if not self._running and not chunks:
             waits = self._queued or self._ready or self._returning
             assert not (prefills and waits), "rows wait, but nobody can begin"
@@ -346,8 +353,7 @@ class Scheduler:
             return
         num_cached = int(self._tables.lens[slot]) - num_unread
         num_shared, ordinal = self._tables.sharing(slot)
-        blocks = self._tables.stop(slot)
-        self._free_slots.append(slot)
+        blocks = self._free(slot)
         self.parked.append(ParkedRow(self._running.pop(slot), blocks, num_cached, num_shared, ordinal))
 
     def _park_ready(self, prompt: Prompt, parks: Collection[BufferRow]) -> list[tuple[int, int]]:
@@ -373,9 +379,14 @@ class Scheduler:
 
     def _stop(self, slot: int) -> BufferRow:
         """Free a slot and its blocks; return the row that had it."""
-        self.blocks.release(self._tables.stop(slot))
-        self._free_slots.append(slot)
+        self.blocks.release(self._free(slot))
         return self._running.pop(slot)
+
+    def _free(self, slot: int) -> list[int]:
+        """Free a slot; return the blocks of the row that had it."""
+        self._free_slots.append(slot)
+        self._prompt_of.pop(slot, None)
+        return self._tables.stop(slot)
 
     def _restart(self, row: BufferRow, *, has_run: bool = True) -> None:
         """Queue a row to be computed again; one that `has_run` goes on before others begin."""
@@ -465,6 +476,8 @@ class Scheduler:
             if not has_tail:
                 self._tables.append(slot, *self.blocks.allocate(1))
             self._running[slot] = prompt.waiting.pop(0)
+            if self._copies_prefixes:
+                self._prompt_of[slot] = np.array(prompt.tokens, np.int64)
             prompt.num_started += 1
             if is_last:
                 self._ready.popleft()
@@ -480,8 +493,9 @@ class Scheduler:
         own_tail = self.blocks.allocate(len(tail))
         return full + own_tail, list(zip(tail, own_tail, strict=True))
 
-    def _chunks(self) -> list[Chunk]:
-        """Return chunks of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
+    def _chunks(self, copies: list[tuple[int, int]]) -> list[Chunk]:
+        """Return chunks of prompts for which there are slots and blocks, at most `prefill_tokens` tokens. The
+        blocks that these need before the pass are added to the `copies`."""
         chunks: list[Chunk] = []
         budget = self._prefill_tokens
         num_first = len(self._running) + len(self._returning)
@@ -497,6 +511,9 @@ class Scheduler:
             if needs > 0 and not self._admit(
                 prompt, num_first if prompt.follows else num_rows, needs=needs, runs_alone=num_rows == 0):
                 break
+            if prompt.num_cached == 0 and self._copies_prefixes:
+                copies += self._copied_prefix(prompt, fresh={target for _, target in copies})
+                left = len(prompt.tokens) - prompt.num_cached
             take = min(left, budget)
             chunks.append(Chunk(prompt, prompt.num_cached, prompt.num_cached + take))
             prompt.num_cached += take
@@ -507,6 +524,23 @@ class Scheduler:
                 self._queued.popleft()
         # Attention batches neighbours of equal length; chunks that continue a prompt stay first.
         return sorted(chunks, key=lambda chunk: (chunk.start == 0, chunk.stop))
+
+    def _copied_prefix(self, prompt: Prompt, *, fresh: Collection[int]) -> list[tuple[int, int]]:
+        """Let a prompt have its first tokens from a row that runs; return the blocks to copy, as (from, to).
+
+        Blocks that are `fresh` are copies themselves, and have not been made yet. The last block may have
+        tokens of the other row at its end, over which this one writes before it reads them.
+        """
+        tokens = np.array(prompt.tokens[:-1], np.int64)  # The last one has to pass.
+        most, blocks = 0, list[int]()
+        for slot, others in self._prompt_of.items():
+            count = num_common_tokens((tokens, others))
+            if count > most:
+                sources = self._tables.table[slot, : num_blocks(count, self._tables.block_size)].tolist()
+                if not set(sources) & set(fresh):
+                    most, blocks = count, sources
+        prompt.num_cached = most
+        return list(zip(blocks, prompt.blocks, strict=False))
 
     def _fetch(self, num_rows: int) -> bool:
         """Call `more` if a slot and a block are free; return whether the queue has a prompt.

@@ -298,9 +298,13 @@ class Transformer(ShardedParameters):
 
         Only a CPU has kernels for it, and some rotations depend on the length of a sequence.
         """
-        by_length = self._rope is not None and self._rope.by_length
         alone = self.groups.cp.size == 1 and self.flat.device.type == "cpu"
-        return alone and not by_length and self.config.can_share_prefixes(longest)
+        return alone and self.copies_prefixes and self.config.can_share_prefixes(longest)
+
+    @property
+    def copies_prefixes(self) -> bool:
+        """Whether tokens have the same keys and values in all sequences that begin with them."""
+        return self._rope is None or not self._rope.by_length
 
     def advance(self, x: Tensor, cache: Any, segments: Sequence[Segment]) -> Tensor:
         """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.

@@ -43,7 +43,8 @@ class _Replay:
     """Executes the scheduler's steps on token numbers instead of keys and values."""
 
     def __init__(
-        self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted, num_later=0
+        self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted, num_later=0,
+        copies_prefixes=False,
     ):
         """The scheduler fetches the last `num_later` prompts by itself."""
         samples = {sample: prompt for prompt in prompts for sample in prompt.rows}
@@ -58,7 +59,9 @@ class _Replay:
         first, later = prompts[: len(prompts) - num_later], iter(prompts[len(prompts) - num_later :])
         self.scheduler = Scheduler(
             first, tables=self.tables, prefill_tokens=prefill_tokens, history=self.history,
-            restart_at=restart_at, more=lambda: next(later, None), may_go_on=self.may_go_on)
+            restart_at=restart_at, more=lambda: next(later, None), may_go_on=self.may_go_on,
+            copies_prefixes=copies_prefixes)
+        self.num_prefilled = 0
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
         self.limits = list(wanted)
         self.steps, self.widest, self.most_joined, self.crossings = 0, 0, 0, []
@@ -95,6 +98,7 @@ class _Replay:
             self._decode(step.decoding)
         assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= self.prefill_tokens
         assert all(chunk.start == 0 for chunk in step.fresh)
+        self.num_prefilled += sum(chunk.stop - chunk.start for chunk in step.chunks)
         for chunk in step.chunks:
             positions = chunk.cache_positions(BLOCK_SIZE)
             assert (self.memory[positions[: chunk.start]] == chunk.prompt.tokens[: chunk.start]).all()
@@ -164,6 +168,39 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
     assert not replay.crossings
     if available >= plenty and replay.scheduler._restart_at is None:
         assert replay.scheduler.num_restarts == 0
+
+
+@pytest.mark.parametrize("seed", drawn(range(40), 10))
+def test_prompts_get_copies_of_what_they_have_in_common_with_rows_that_run(seed):
+    rng = random.Random(seed)
+    beginnings = [range(first, first + 200) for first in (10**10, 2 * 10**10)]
+    kinds = [rng.choice([(0, 5), (0, 16), (0, 64), (0, 70), (1, 63), (1, 130)]) for _ in range(12)]
+    prompts = _prompts(rng, len(kinds))
+    for prompt, (kind, count) in zip(prompts, kinds, strict=True):
+        prompt.tokens = [*beginnings[kind][:count], *prompt.tokens]
+        prompt.rows = prompt.rows[: rng.choice([1, 5])]
+    for row, prompt in enumerate(prompts := sorted(prompts, key=lambda _: rng.random())):
+        prompt.rows = list(range(5 * row, 5 * row + len(prompt.rows)))
+    wanted = [rng.choice([1, 2, 10, MAX_NEW]) for _ in range(5 * len(prompts))]
+    num_slots = rng.choice([2, 3, 8])
+    least = max(num_blocks(len(prompt.tokens) + MAX_NEW, BLOCK_SIZE) for prompt in prompts) + 1
+    settings = {
+        "num_slots": num_slots, "num_blocks_": rng.choice([least, least + 4, 100]), "wanted": wanted,
+        "prefill_tokens": rng.choice([7, 100, 10_000]), "restart_at": None, "num_later": rng.choice([0, 6])}
+    replays = []
+    for copies_prefixes in (False, True):
+        again = [Prompt(list(prompt.tokens), list(prompt.rows)) for prompt in prompts]
+        replay = _Replay(again, copies_prefixes=copies_prefixes, **settings)
+        while replay.step():
+            assert replay.steps < 10_000
+        assert replay.scheduler.blocks.num_free == settings["num_blocks_"]
+        replays.append(replay)
+    assert replays[0].made == replays[1].made
+    assert all(len(made) == wanted[row] for row, made in replays[0].made.items())
+    assert not replays[1].scheduler._prompt_of
+    if settings["num_blocks_"] == 100:
+        most = sum(count for _, count in kinds if count >= 16)
+        assert 0 < replays[0].num_prefilled - replays[1].num_prefilled <= most
 
 
 @pytest.mark.parametrize("seed", drawn(range(30), 10))
