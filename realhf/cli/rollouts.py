@@ -16,7 +16,6 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
-from simpleeval import EvalWithCompoundTypes, FeatureNotAvailable, FunctionNotDefined, NameNotDefined
 
 from realhf.cli.overrides import refuse_words
 from realhf.errors import UserError, warn
@@ -182,6 +181,9 @@ def evaluate(text: str, rows: Sequence[Row], *, option: str) -> list[Any]:
     It cannot do anything but compute (simpleeval). Raises UserError if it is no expression, if it has a name
     that no sample has, or if it fails for every sample.
     """
+    # Only expressions need it: other commands work without.
+    from simpleeval import EvalWithCompoundTypes, FeatureNotAvailable, FunctionNotDefined, NameNotDefined
+
     try:
         expression = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:

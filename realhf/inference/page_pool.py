@@ -9,9 +9,12 @@ Shape suffixes: B rows, padded to one of a few sizes; M pages of a row; H hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -304,19 +307,24 @@ def recorder(device: torch.device) -> Record | None:
     """
     if device.type != "cuda":
         return None
-    pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)
+    graphs = WeakSet[torch.cuda.CUDAGraph]()
+    pool = torch.cuda.graph_pool_handle()
 
     def record(compute: Compute) -> Compute:
+        nonlocal pool
+        if not graphs:  # The allocator takes no pool again whose graphs have all gone.
+            pool = torch.cuda.graph_pool_handle()
         # (torch.cuda.graph would first wait for all streams and release the allocator's memory.)
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _without_collection():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 out = compute()
             finally:
                 graph.capture_end()
+        graphs.add(graph)
         torch.cuda.current_stream().wait_stream(stream)
 
         def replay() -> Decoded:
@@ -326,3 +334,16 @@ def recorder(device: torch.device) -> Record | None:
         return replay
 
     return record
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage inside this context: memory of an earlier pool that is freed there would wait for
+    the device, which ends a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,14 +1,20 @@
 """Recorded decoding, replayed on a CPU as CUDA graphs are: the same kernels on the same memory, no others."""
 
+import gc
+from collections import Counter
+from contextlib import nullcontext
+from itertools import count
+
 import pytest
 import torch
 
 from realhf.distributed.communicators import Communicators
 from realhf.inference.forward_batch import PagedBackends, paged_rows
 from realhf.inference.kv_cache import BlockTables, RowPages
-from realhf.inference.page_pool import PagePool
+from realhf.inference.page_pool import PagePool, recorder
 from realhf.models.kv_blocks import padded_size
 from realhf.models.lora import LoraConfig
+from tests.gpu.host_traffic import PretendedStream
 from tests.gpu.models import write_model
 from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts
@@ -80,6 +86,47 @@ def test_cohorts_with_tables_of_different_widths_take_turns(tmp_path):
         expected = engine.model.advance(token, pool.cache, [rows]).clone()
         torch.testing.assert_close(pool.graphs(token, pages).hidden_BH, expected, rtol=1e-12, atol=1e-12)
     assert [tape.num_replays for tape in tapes] == [2, 2]
+
+
+class _Graph:
+    """A CUDA graph, which demands of its pool what torch's allocator demands: other graphs use it, or none
+    has ever used it (`create_or_incref_pool` in c10/core). What it records runs once, as it is recorded."""
+
+    users = Counter()
+
+    def capture_begin(self, *, pool, capture_error_mode):
+        assert pool not in self.users or self.users[pool] > 0, "a pool that was released is used again"
+        assert capture_error_mode == "thread_local" and not gc.isenabled()
+        self._pool = pool
+        self.users[pool] += 1
+
+    def capture_end(self):
+        pass
+
+    def replay(self):
+        pass
+
+    def __del__(self):
+        self.users[self._pool] -= 1
+
+
+def test_a_pool_of_recorded_passes_is_not_used_again(monkeypatch):
+    """All passes go when the memory of steps is wanted, and are recorded anew."""
+    pools = count()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "Stream", PretendedStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", PretendedStream)
+    record = recorder(torch.device("cuda"))
+    replays = [record(lambda number=number: number) for number in range(3)]
+    assert [replay() for replay in replays] == [0, 1, 2] and set(_Graph.users.values()) == {3}
+    replays = replays[2:]
+    replays.append(record(lambda: 3))  # While one is left, the pool is.
+    assert [replay() for replay in replays] == [2, 3] and len(_Graph.users) == 1
+    replays.clear()
+    replays.append(record(lambda: 4))
+    assert replays[0]() == 4 and sorted(_Graph.users.values()) == [0, 1] and gc.isenabled()
 
 
 class _Joins(Communicators):
