@@ -1,14 +1,15 @@
 """Runs everything that needs a GPU, in one command: the tests marked `gpu`, then the measurements.
 
     python benchmarks/gpu_check.py --json gpu.json --minutes 8
-    python benchmarks/gpu_check.py --json gpu.json           # again: what has not passed
+    python benchmarks/gpu_check.py --json gpu.json           # again: what has not passed; outputs in gpu.txt
     python benchmarks/gpu_check.py --only models nccl        # some of the checks
     python benchmarks/gpu_check.py --device cpu              # a try of the checks themselves, with tiny sizes
 
 The checks run in the order of their worth, until the minutes are over. Each is a separate process with a
 time limit, so that a failure does not affect the others, and writes each figure once it knows it. Checks
 that have passed, as the file of an earlier call tells, do not run again. What needs two GPUs is reported as
-not run.
+not run. What the checks print goes to a file beside that of the figures; a check that is ended first prints
+where all of its threads are.
 
 The exit code is 1 if a check failed or there was no time for one, and 2 if there is no CUDA device.
 """
@@ -16,6 +17,8 @@ The exit code is 1 if a check failed or there was no time for one, and 2 if ther
 import argparse
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,7 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -32,6 +35,13 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 _SCRATCH_BYTES = 16 << 30
 _LAST_LINES = 40
+_MOST_OUTPUT = 1 << 19
+"""Characters that are kept of what a check prints."""
+_SHARE_TO_BEGIN = 0.8
+"""Tests that have not begun in this share of their file's time are left out, so that pytest can report."""
+_IS_OVER = "minutes are over"
+_SECONDS_TO_PRINT = 2.0
+"""Of each process of a check that is ended."""
 _SHARED = Path("/dev/shm")
 _MINUTES = 8.0
 NO_TIME = "no time left"
@@ -51,7 +61,7 @@ CHECKS = {
     "environment": Check("what there is, and its limits", 30, program=(_SPEED, "environment")),
     "kernels": Check(
         "chains and sampling against torch's operations", 60, program=(_GENERATION, "kernels")),
-    "models": Check("families against transformers: logits, gradients, greedy tokens", 120, "test_models.py"),
+    "models": Check("families against transformers: logits, gradients, greedy tokens", 150, "test_models.py"),
     "decode": Check(
         "64 rows beside `generate`, and beside the bandwidth", 75, program=(_SPEED, "generation")),
     "train": Check("share of the fastest product; memory against the prediction", 75,
@@ -103,18 +113,23 @@ def run_check(name: str, device: str, scratch: Path, *, most_seconds: float) -> 
     start = time.monotonic()
     own_limit = check.seconds * (1 if device.startswith("cuda") else _CPU_SLOWER)
     limit = round(min(most_seconds, own_limit))
+    if check.tests:
+        command.append(f"--minutes={_SHARE_TO_BEGIN * limit / 60:.2f}")
     code = _run(command, _environment(device, directory), directory / "output", seconds=limit)
-    lines = (directory / "output").read_text(errors="replace").splitlines()
+    output = (directory / "output").read_text(errors="replace")
+    lines = output.splitlines()
     result: dict[str, Any] = {"about": check.about, "seconds": round(time.monotonic() - start, 1)}
     ended = f"did not end within {limit} s" if code is None else f"ended with code {code}"
     result["status"] = "passed" if code == 0 else f"failed: {ended}"
     if code is None and limit < own_limit:
         result["status"] = NO_TIME
-    if check.tests and results.exists():
-        result["tests"] = tests = list(_tests(results))
+    if check.tests:
+        result["tests"] = tests = list(_tests(results) if results.exists() else _printed_tests(lines))
         outcomes = Counter(test["outcome"] for test in tests)
         result["summary"] = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        if code == 0 and set(outcomes) == {"skipped"}:
+        if code == 0 and any(_IS_OVER in test.get("message", "") for test in tests):
+            result["status"] = NO_TIME
+        elif code == 0 and set(outcomes) == {"skipped"}:
             result["status"] = "skipped"
     elif results.exists():
         result["found"] = measured = json.loads(results.read_text())
@@ -130,23 +145,48 @@ def run_check(name: str, device: str, scratch: Path, *, most_seconds: float) -> 
                 result["status"] = f"failed: {'; '.join(missed)}"
     if code != 0:
         result["output"] = lines[-_LAST_LINES:]
+    result["whole_output"] = output[-_MOST_OUTPUT:]
     shutil.rmtree(directory)
     return result
 
 
 def _run(command: list[str], environment: dict[str, str], output: Path, *, seconds: float) -> int | None:
-    """Run a command and return its exit code; None if it was ended after `seconds`."""
+    """Run a command and return its exit code; None if it was ended after `seconds`.
+
+    It is ended with the processes that it has started. One after the other, the newest first, all of them
+    print where they are (PYTHONFAULTHANDLER).
+    """
     with output.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=_without_core)
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
+            for member in _members(process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGABRT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_SECONDS_TO_PRINT)
             return None
         finally:
-            if process.poll() is None:  # End the processes that it has started, too.
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
+
+
+def _members(group: int) -> list[int]:
+    """Return the processes of a group, the newest first."""
+    numbers = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getpgid(int(path.name)) == group:
+                numbers.append(int(path.name))
+    return sorted(numbers, reverse=True)
+
+
+def _without_core() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _environment(device: str, directory: Path) -> dict[str, str]:
@@ -154,7 +194,9 @@ def _environment(device: str, directory: Path) -> dict[str, str]:
     more = {
         "PYTHONPATH": path, "TMPDIR": str(directory), "REALHF_GPU_DEVICE": device.split(":")[0],
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONFAULTHANDLER": "1",
+        # Kernels are compiled once for all checks; the directory of a check may forbid to run files.
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "gpu-check-inductor"),
     }
     if device == "cpu":
         more |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -173,6 +215,15 @@ def _tests(report: Path) -> Iterator[dict[str, Any]]:
             **({"figures": figures} if figures else {}),
             **({"message": (notes[0].get("message") or "")[:400]} if notes else {}),
         }
+
+
+def _printed_tests(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the outcomes that pytest had printed before it was ended."""
+    for line in lines:
+        if found := re.match(r"\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)", line):
+            name, word = found.groups()
+            outcome = "failed" if word == "ERROR" else word.lower()
+            yield {"name": name, "outcome": outcome, "message": "" if outcome == "passed" else line}
 
 
 def figures(measured: dict[str, Any], prefix: str = "") -> str:
@@ -222,6 +273,10 @@ class Report:
         return self._results.get(name, {}).get("status") == "passed"
 
     def add(self, name: str, result: dict[str, Any]) -> None:
+        output = result.pop("whole_output", "")
+        if self._path is not None and output:
+            with self._path.with_suffix(".txt").open("a") as file:
+                file.write(f"==== {name}: {result['status']}\n{output}\n")
         self._results[name] = result
         print(f"{name:<16} {result['status']:<8} {result['seconds']:6.0f} s  {result.get('summary', '')}")
         for test in result.get("tests", ()):
@@ -274,7 +329,7 @@ def main() -> int:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--json", type=Path, metavar="OUT", help="where results are written, after every check; checks that "
-        "have passed by this file do not run again")
+        "have passed by this file do not run again; OUT with the suffix .txt gets what the checks print")
     add("--only", nargs="+", choices=CHECKS, metavar="NAME", help=f"of {', '.join(CHECKS)}")
     add("--minutes", type=float, default=_MINUTES, help=f"time for all checks; default: {_MINUTES:g}")
     args = parser.parse_args()

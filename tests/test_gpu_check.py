@@ -60,6 +60,42 @@ def test_a_failed_part_leaves_the_figures_of_the_others(tmp_path):
     assert json.loads(out.read_text()) == {"figure": 1, "failed": failed, "other": 2}
 
 
+def test_a_check_that_is_ended_says_where_it_is(tmp_path):
+    """So do the processes that it has started, and all of them are ended."""
+    waits = "def wait():\n    import time\n    time.sleep(100)\nwait()"
+    starts = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {waits!r}])\n{waits}"
+    output = tmp_path / "output"
+    environment = gpu_check._environment("cpu", tmp_path)
+    assert gpu_check._run([sys.executable, "-c", starts], environment, output, seconds=3) is None
+    printed = output.read_text()
+    assert printed.count("Fatal Python error: Aborted") == 2
+    assert printed.count("in wait") == 2
+
+
+@pytest.mark.parametrize("how", ["ends", "is ended"])
+def test_tests_for_which_there_was_no_time_are_named(monkeypatch, tmp_path, how):
+    """Pytest itself leaves them out, or what it has printed before its end tells the outcomes."""
+    report = """<testsuites><testsuite><testcase name="first" time="1"/><testcase name="second" time="0">
+        <skipped message="the 1.6 minutes are over"/></testcase></testsuite></testsuites>"""
+    printed = "tests/gpu/test_models.py::first PASSED [ 50%]\ntests/gpu/test_models.py::second "
+
+    def run(command, environment, output, *, seconds):
+        assert seconds == 120 and "--minutes=1.60" in command
+        output.write_text(printed)
+        if how == "ends":
+            output.with_name("found").write_text(report)
+        return 0 if how == "ends" else None
+
+    monkeypatch.setattr(gpu_check, "_run", run)
+    result = gpu_check.run_check("models", "cuda:0", tmp_path, most_seconds=120)
+    assert result["status"] == gpu_check.NO_TIME and result["tests"][0]["outcome"] == "passed"
+    assert result["summary"] == ("1 passed, 1 skipped" if how == "ends" else "1 passed")
+    assert result["whole_output"] == printed
+    out = tmp_path / "gpu.json"
+    gpu_check.Report(out, "cuda").add("models", result)
+    assert printed in out.with_suffix(".txt").read_text() and "whole_output" not in out.read_text()
+
+
 def test_the_page_names_all_checks_and_claims_no_figure():
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
