@@ -33,6 +33,7 @@ from realhf.inference.page_pool import PagePool, page_pool
 from realhf.inference.sampling import draw_by_kernels, nucleus_threshold, sample
 from realhf.models.model_config import ModelConfig
 from realhf.nn.fused import chains_of
+from realhf.nn.linear import Int8Weight
 from realhf.nn.mlp import ACTIVATIONS
 from realhf.nn.norm import Norm
 from realhf.nn.rope import rotate
@@ -327,6 +328,8 @@ def kernels(device: Device, found: Found) -> None:
         else:
             pairs[name] = (lambda wide=wide: wide(logits.float(), uniform)[0],) * 2
     pairs["sort"] = (lambda: nucleus_threshold(logits.float(), 0.9), partial(_by_sort, logits.float(), 0.9))
+    with found.part("int8"):
+        _int8(device, found)
     with found.part("weight_gradient"):
         _weight_gradient(device, found, draw(4 * rows, 1536), draw(4 * rows, 512))
     for name, (by_kernels, by_torch) in pairs.items():
@@ -342,6 +345,31 @@ def kernels(device: Device, found: Found) -> None:
                 raise Failed(f"{name} differs by {apart:.3g}")
             if not is_chain and found[name]["equal"] < 0.95:
                 raise Failed(f"{name} gives other results in {1 - found[name]['equal']:.0%} of the rows")
+
+
+def _int8(device: Device, found: Found) -> None:
+    """Multiply few and many rows with weights in int8, and time that beside the same weights in bfloat16.
+
+    The shapes are those of the two products of an MLP."""
+    width = 8960 if device.is_cuda else 96
+    generator = torch.Generator().manual_seed(0)
+    times: dict[str, Any] = {}
+    for num_outputs, num_inputs in ((2 * width, 1536), (1536, width)):
+        values = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+        weight = Int8Weight(values.to(device.name), requires_grad=False)
+        weight.scale_O = (torch.rand(num_outputs, generator=generator) / 100).bfloat16().to(device.name)
+        plain = weight.dequantised()
+        for rows in (1, 16, 64, 256):
+            x = torch.randn(rows, num_inputs, generator=generator).bfloat16().to(device.name)
+            run, beside = partial(weight.product, x), partial(torch.nn.functional.linear, x, plain)
+            wanted = (x.double() @ weight.data.double().T) * weight.scale_O.double()
+            apart = float((run().double() - wanted).abs().max() / wanted.abs().max())
+            times[f"{rows}x{num_inputs}x{num_outputs}"] = {
+                "seconds": median_seconds(run, device=device.name),
+                "bfloat16_seconds": median_seconds(beside, device=device.name), "apart": apart}
+            found.add(int8=times)
+            if not apart <= _MOST_ERROR:
+                raise Failed(f"{rows} rows with a weight in int8 differ by {apart:.3g}")
 
 
 def _weight_gradient(device: Device, found: Found, grad: Tensor, x: Tensor) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -41,15 +41,18 @@ from realhf.calls import Generate, LogProbs, TrainStep
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
+from realhf.devices.reserved import reserve_planes
 from realhf.distributed.world import World
 from realhf.engine.native import NativeEngine
 from realhf.execution_plan import ExecutionPlan
 from realhf.graph import FunctionCall
+from realhf.inference.page_pool import Decoded, recorder
 from realhf.layout import Layout
 from realhf.planner.memory_account import check_memory
 
 DTYPE = "bfloat16"
 PINNED_BYTES = 1 << 28
+_PACKAGES = ("triton", "cuda-bindings", "flash-attn", "megatron-core", "numpy", "tokenizers", "tyro")
 ROWS = (1, 64, 512)
 CACHE_GIB = 4.0
 OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
@@ -164,11 +167,10 @@ class Device(NamedTuple):
 
 
 def environment(device: Device, found: Found) -> None:
-    """Find the machine and its limits."""
+    """Find the machine and its limits, and whether what generation is built on works at all."""
     found.add(
         python=sys.version.split()[0], torch=torch.__version__, transformers=transformers.__version__,
-        flash_attn=find_spec("flash_attn") is not None, triton=find_spec("triton") is not None,
-        tyro=find_spec("tyro") is not None)
+        versions={name: _version(name) for name in _PACKAGES})
     if device.is_cuda:
         properties = torch.cuda.get_device_properties(0)
         found.add(
@@ -178,8 +180,57 @@ def environment(device: Device, found: Found) -> None:
         target = torch.empty_like(source, device=device.name)
         seconds = median_seconds(partial(target.copy_, source, non_blocking=True), device=device.name)
         found.add(pinned_to_device_bytes_per_second=PINNED_BYTES / seconds)
+    with found.part("planes"):
+        found.add(planes=_planes(torch.device(device.name)))
+    with found.part("graphs"):
+        found.add(graphs=_graphs(torch.device(device.name)))
     for dtype in (DTYPE, "float32"):
         found.add(**{dtype: measure_limits(dtype, device.name)})
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _planes(device: torch.device) -> dict[str, Any]:
+    """Let the memory of a few planes go and come, as that of pages does."""
+    size = 32 << 20
+    planes = reserve_planes(3, size, device)
+    held, address = planes.held, planes.bytes_PU.data_ptr()
+    planes.bytes_PU[:, :size] = 7
+    planes.resize(2 * size)
+    assert (planes.bytes_PU[:, :size] == 7).all(), "memory that was there has changed"
+    assert not planes.bytes_PU[:, held : 2 * size].any(), "new memory is not zero"
+    planes.resize(0)
+    start = perf_counter()
+    planes.resize(size)
+    assert not planes.bytes_PU[:, :size].any(), "memory that came back is not zero"
+    assert planes.bytes_PU.data_ptr() == address, "addresses have changed"
+    assert planes.bytes_PU.device == torch.empty(0, device=device).device
+    return {"kind": type(planes).__name__, "seconds": perf_counter() - start}
+
+
+def _graphs(device: torch.device) -> str:
+    """Record and replay a small computation, and again after all that was recorded has gone."""
+    record = recorder(device)
+    if record is None:
+        return "none on a CPU"
+    x = torch.ones(8, 8, device=device)
+
+    def compute() -> Decoded:
+        return Decoded(x @ x + x)
+
+    for number in (1.0, 2.0):
+        x.fill_(number)
+        compute()  # Libraries initialise themselves.
+        replay = record(compute)
+        x.fill_(3.0)
+        assert (replay().hidden_BH == 75.0).all(), "a recorded product is wrong"
+        del replay
+    return "work"
 
 
 def _driver() -> str:
