@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.attention.interface import AttentionKind, Prefix, Sequences, nothing_attended
+from realhf.attention.interface import AttentionKind, Prefix, Sequences, nothing_attended, repeatable
 from realhf.attention.reference import ReferenceAttention
 from realhf.devices.half_precision import needs_float32, widened
 
@@ -160,8 +160,8 @@ def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: Attenti
     if kind.softcap is None and not windowed:
         # On CPU, `enable_gqa` is faster than expanding the keys.
         grouped = q_SNLD.shape[1] != k_SKLD.shape[1]
-        return F.scaled_dot_product_attention(
-            q_SNLD, k_SKLD, v_SKLD, is_causal=True, scale=kind.scale, enable_gqa=grouped)
+        return repeatable(F.scaled_dot_product_attention(
+            q_SNLD, k_SKLD, v_SKLD, is_causal=True, scale=kind.scale, enable_gqa=grouped))
     position = torch.arange(length, device=q_SNLD.device)
     distance = position[:, None] - position
     visible = (distance >= 0) & (distance < (kind.window or length))
@@ -174,8 +174,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: Att
         return masked_attention(q.float(), k.float(), v.float(), visible, kind).to(q.dtype)
     grouped = q.shape[1] != k.shape[1]
     if kind.softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=kind.scale, enable_gqa=grouped)
+        return repeatable(F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=kind.scale, enable_gqa=grouped))
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * kind.scale

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences, nothing_attended
+from realhf.attention.interface import (
+    AttentionKind,
+    AttentionShape,
+    Pages,
+    Sequences,
+    nothing_attended,
+    repeatable,
+)
 from realhf.models import kv_blocks
 
 PAGE_TOKENS = kv_blocks.FLASH_PAGE_TOKENS
@@ -104,7 +111,7 @@ class VarlenAttention:
         out_TND = function(
             *padded(q_TND, k_TKD, v_TKD), at.cu, at.cu, at.longest, at.longest,
             window_size=window_size(kind), **options)
-        return cut(out_TND, v_TKD.shape[-1])
+        return cut(repeatable(out_TND), v_TKD.shape[-1])
 
     @torch.no_grad()
     def paged(

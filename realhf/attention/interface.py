@@ -185,6 +185,29 @@ def nothing_attended(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     return q_TND[..., :1] * v_TKD.new_zeros(v_TKD.shape[-1]) + k_TKD.sum() + v_TKD.sum()
 
 
+def repeatable(out_TND: Tensor) -> Tensor:
+    """Return the output of one of torch's kernels, whose backward pass adds up in one order if the run is
+    deterministic.
+
+    Torch's attention kernels do so only if operations without such an order would raise. In a deterministic
+    run they warn (see `repeat_exactly`), so that is changed for this backward pass alone.
+    """
+    node = out_TND.grad_fn
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if node is not None and is_deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
+        node.register_prehook(_raise_without_order)
+        node.register_hook(_warn_without_order)
+    return out_TND
+
+
+def _raise_without_order(_: Any) -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def _warn_without_order(*_: Any) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def merge_into(out_TND: Tensor, lse_TN: Tensor, part_TND: Tensor, part_TN: Tensor) -> None:
     """Add attention over further keys, `part_TND` with its log-sum-exp `part_TN`, to `out_TND` and `lse_TN`.
 

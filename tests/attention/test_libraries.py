@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
+from realhf.attention.dense import DenseAttention
 from realhf.attention.flash import FlashAttention, VarlenAttention, has_pages
 from realhf.attention.interface import AttentionKind, AttentionShape, Pages, Sequences, merge_into
 from realhf.attention.reference import ReferenceAttention
@@ -158,3 +159,41 @@ def test_torch_accepts_the_calls_for_parts(is_causal):
 
 def test_this_torch_knows_pages_from_2_13_on():
     assert has_pages() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13))
+
+
+class _Kernel(torch.autograd.Function):
+    """Notes in its backward pass whether torch's kernels would add up in one order: if they would raise."""
+
+    notes = []
+
+    @staticmethod
+    def forward(ctx, q_TND, v_TND):
+        return q_TND + v_TND
+
+    @staticmethod
+    def backward(ctx, grad_TND):
+        raises = not torch.is_deterministic_algorithms_warn_only_enabled()
+        _Kernel.notes.append(torch.are_deterministic_algorithms_enabled() and raises)
+        return grad_TND, grad_TND
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("backend", [VarlenAttention(has_pages=True), DenseAttention()])
+def test_gradients_of_deterministic_runs_are_added_up_in_one_order(monkeypatch, deterministic, backend):
+    """Other operations without an order still warn, before and after."""
+    monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, *_, **__: _Kernel.apply(q, v))
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **_: _Kernel.apply(q, v))
+    q, k, v = torch.rand(3, 8, 2, 16, requires_grad=True)
+    kind = AttentionKind(0.3, window=2 if isinstance(backend, DenseAttention) else None)  # Not by our own.
+    monkeypatch.setattr(_Kernel, "notes", [])
+    try:
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        sequences = Sequences.of((5, 3), CPU)
+        outs = [backend.packed(q, k, v, sequences, kind) for _ in range(2)]
+        sum(out.sum() for out in outs).backward()
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(_Kernel.notes) >= 2 and set(_Kernel.notes) == {deterministic}

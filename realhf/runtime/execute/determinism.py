@@ -26,7 +26,8 @@ def repeat_exactly() -> None:
     """Choose deterministic kernels and collectives for this process, before it uses any.
 
     Kernels of torch that have no deterministic variant print a warning and run. Among them is `cumsum` of
-    floats, which sampling needs; along the rows of a matrix it adds in one order.
+    floats, which sampling needs; along the rows of a matrix it adds in one order. Attention has an exception
+    (see `attention.interface.repeatable`).
     """
     for name, value in _CHOICES.items():
         os.environ.setdefault(name, value)
