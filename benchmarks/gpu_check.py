@@ -60,7 +60,7 @@ _SPEED, _GENERATION = "measure/gpu_speed.py", "measure/gpu_generation.py"
 CHECKS = {
     "environment": Check("what there is, and its limits", 30, program=(_SPEED, "environment")),
     "kernels": Check(
-        "chains and sampling against torch's operations", 60, program=(_GENERATION, "kernels")),
+        "chains and sampling against torch's operations", 75, program=(_GENERATION, "kernels")),
     "models": Check("families against transformers: logits, gradients, greedy tokens", 150, "test_models.py"),
     "decode": Check(
         "64 rows beside `generate`, and beside the bandwidth", 75, program=(_SPEED, "generation")),

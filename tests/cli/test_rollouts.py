@@ -318,3 +318,11 @@ def test_tokens_are_shown_with_the_log_probs_of_those_that_were_sampled(call, tm
     assert json.loads(out)["rollouts"][0]["logprobs"] == [0.0, -0.25, 0.0]
     code, _, err = call(tmp_path, "--tokens", "--where", f"sample == {ROWS[1]['sample']}")
     assert code == 2 and "has token ids: set rollouts.tokens in the run" in err
+
+
+def test_other_commands_work_without_the_package_for_expressions():
+    """On machines where not all is installed, as long as no expression is read."""
+    hide = "import sys; sys.modules['simpleeval'] = None; from realhf.cli.main import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", hide, "run", "--help"], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--plan" in done.stdout, done.stderr
