@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks import gpu_check
 from benchmarks.measure.gpu_speed import run_kind
 from tests.cli_tools import REPO
+from tests.gpu.models import process_environment
 
 PAGE = (REPO / "docs" / "gpu.md").read_text()
 
@@ -94,6 +96,14 @@ def test_tests_for_which_there_was_no_time_are_named(monkeypatch, tmp_path, how)
     out = tmp_path / "gpu.json"
     gpu_check.Report(out, "cuda").add("models", result)
     assert printed in out.with_suffix(".txt").read_text() and "whole_output" not in out.read_text()
+
+
+def test_processes_of_gpu_tests_find_packages_of_another_folder(monkeypatch, tmp_path):
+    (tmp_path / "of_another_folder.py").write_text("import realhf")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    subprocess.run(
+        [sys.executable, "-c", "import of_another_folder, tests.gpu"], check=True, cwd="/",
+        env=process_environment(torch.device("cpu")))
 
 
 def test_the_page_names_all_checks_and_claims_no_figure():

@@ -322,7 +322,8 @@ def test_tokens_are_shown_with_the_log_probs_of_those_that_were_sampled(call, tm
 
 def test_other_commands_work_without_the_package_for_expressions():
     """On machines where not all is installed, as long as no expression is read."""
-    hide = "import sys; sys.modules['simpleeval'] = None; from realhf.cli.main import main; main(sys.argv[1:])"
+    hide = "import sys; sys.modules['simpleeval'] = None\n"
+    hide += "from realhf.cli.main import main; main(sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", hide, "run", "--help"], cwd=REPO, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "--plan" in done.stdout, done.stderr

@@ -1,5 +1,6 @@
 """Tiny models of several families whose sizes suit the kernels of a GPU, by us and by transformers."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec, region_slices
 from tests.families import CASES, LONGROPE, MOE_CASES, SIZES
 
+REPO = Path(__file__).parents[2]
 VARIABLE = "REALHF_GPU_DEVICE"
 """Names where our side runs in place of `cuda`."""
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma-2", "gpt2", "olmo-2", "mixtral", "qwen3-moe", "deepseek-v3")
@@ -40,6 +42,16 @@ class Passed(NamedTuple):
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
+
+
+def process_environment(device: torch.device) -> dict[str, str]:
+    """The environment of a process on the device, which finds this repository and what this process finds.
+
+    Packages may lie in a folder that only PYTHONPATH names.
+    """
+    path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | hidden
 
 
 def write_model(directory: Path, name: str, **changes: Any) -> Path:

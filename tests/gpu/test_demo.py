@@ -1,14 +1,13 @@
 """The demo on one device: a tiny model learns from a careless teacher, and by GRPO to carry."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 
-from tests.cli_tools import REPO
+from tests.gpu.models import REPO, process_environment
 
 pytestmark = pytest.mark.gpu
 
@@ -19,11 +18,9 @@ def _run(name, directory, device, **options):
     out = directory / name
     command = (
         sys.executable, "-m", "realhf", "run", REPO / f"examples/{name}.py", "--nproc", "1", "--out", out)
-    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    if device.type == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [*command, *words], env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
+        [*command, *words], env=process_environment(device), cwd=directory, capture_output=True, text=True,
+        timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((out / "summary.json").read_text())
 

@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import subprocess
 import sys
 from importlib import import_module
@@ -20,8 +19,7 @@ from realhf.engine.native import NativeEngine
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
-from tests.cli_tools import REPO
-from tests.gpu.models import write_model
+from tests.gpu.models import REPO, process_environment, write_model
 from tests.gpu.test_training import OPTIMIZER, train
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +34,7 @@ def test_steps_are_those_of_our_engine(process_device, record_property):
         pytest.skip("megatron-core is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.test_megatron", str(process_device)], cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(REPO), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, capture_output=True,
+        env=process_environment(process_device) | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, capture_output=True,
         text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -1,19 +1,16 @@
 """Whole runs of one process: GRPO with a reference, an evaluation and an export, twice the same."""
 
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import transformers
 
 from tests.cli_tools import read_jsonl, untimed, write_experiment
-from tests.gpu.models import tokens
+from tests.gpu.models import REPO, process_environment, tokens
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 _WITHOUT_TYRO = """
 import sys
 from unittest.mock import MagicMock
@@ -30,11 +27,9 @@ experiment = replace(experiment, **roles)
 def _run(experiment, out, device, *, launcher=()):
     """A run on the device."""
     start = ["-m", "realhf"] if find_spec("tyro") else ["-c", _WITHOUT_TYRO]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if device.type == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, *launcher, *start, "run", str(experiment), "--out", str(out)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=process_environment(device), cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return untimed(out / "metrics.jsonl")
 
