@@ -188,7 +188,7 @@ def test_gradients_of_deterministic_runs_are_added_up_in_one_order(monkeypatch, 
     kind = AttentionKind(0.3, window=2 if isinstance(backend, DenseAttention) else None)  # Not by our own.
     monkeypatch.setattr(_Kernel, "notes", [])
     try:
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
         sequences = Sequences.of((5, 3), CPU)
         outs = [backend.packed(q, k, v, sequences, kind) for _ in range(2)]
         sum(out.sum() for out in outs).backward()
