@@ -1,5 +1,6 @@
 """The program that checks a GPU: its limits, the pages about it, and its verdicts."""
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -8,8 +9,10 @@ import sys
 import pytest
 import torch
 
+import realhf
 from benchmarks import gpu_check
 from benchmarks.measure.gpu_speed import run_kind
+from realhf.runtime.records.about import versions
 from tests.cli_tools import REPO
 from tests.gpu.models import process_environment
 
@@ -102,8 +105,16 @@ def test_processes_of_gpu_tests_find_packages_of_another_folder(monkeypatch, tmp
     (tmp_path / "of_another_folder.py").write_text("import realhf")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     subprocess.run(
-        [sys.executable, "-c", "import of_another_folder, tests.gpu"], check=True, cwd="/",
+        [sys.executable, "-S", "-c", "import of_another_folder, tests.gpu"], check=True, cwd="/",
         env=process_environment(torch.device("cpu")))
+
+
+def test_a_run_knows_its_version_where_realhf_is_not_installed(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert versions()["realhf"] == realhf.__version__ and versions()["torch"] == "not installed"
 
 
 def test_the_page_names_all_checks_and_claims_no_figure():

@@ -1,6 +1,7 @@
 """about.json: what a run was started with besides its settings and its plan. Imports no torch by itself."""
 
 import hashlib
+import importlib
 import importlib.metadata
 import math
 import os
@@ -33,7 +34,8 @@ _MOST_SOURCE_BYTES = 10_000_000
 
 def versions() -> dict[str, str]:
     """Return the versions of what computes, and as `realhf code` a digest of this package's files."""
-    found = {"python": platform.python_version(), "realhf": importlib.metadata.version("realhf")}
+    package = importlib.import_module("realhf")  # It need not be installed, so that it has no metadata.
+    found = {"python": platform.python_version(), "realhf": package.__version__}
     found["realhf code"] = _digest_of_package()
     for name in _PACKAGES:
         try:
