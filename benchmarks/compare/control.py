@@ -30,13 +30,15 @@ observations at 5, not 10.
 `ring` runs the same example on an environment that sleeps for 5 ms in each step. Each slice of the ring has
 `per_slice` environments, a process each, so that a larger ring has more of them, as in SRL. The policy is on
 the rank of the environments, on another rank, or on another host: a network namespace, which needs root and
-iproute2. The ratio is to a ring of one.
+iproute2. The ratio is to a ring of one. With `num_envs`, all rings have as many environments. Each row is
+followed by what the planner predicts from the figures that one of its runs has recorded.
 
 On a machine that is not idle, frames per CPU second are a better guide than frames per second.
 
 The exit code is 1 if a goal was missed.
 """
 
+import importlib
 import json
 import math
 import os
@@ -48,7 +50,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -59,6 +61,11 @@ from safetensors.torch import load_file
 
 from benchmarks.harness import Goal, machine, progress, report
 from benchmarks.measure.two_hosts import two_hosts
+from realhf import Cluster, Expected
+from realhf.cli.planning_problem import problem_of
+from realhf.execution_plan import ExecutionPlan
+from realhf.planner.rates import Rates
+from realhf.planner.step_time import host_seconds
 from realhf.user_input.files import read_json_lines
 
 REPO = Path(__file__).parents[2]
@@ -125,6 +132,10 @@ class Ring:
     rings: tuple[int, ...] = (1, 2, 4, 8, 16)
     per_slice: int = 1
     """Environments of each slice, in a process each."""
+    num_envs: int | None = None
+    """Environments of all slices together; None: `per_slice` in each."""
+    planned_from: int | None = None
+    """The ring of the run by which the planner predicts the others of its row; None: the smallest."""
     places: tuple[Place, ...] = ("inline", "remote", "two_hosts", "spread")
     """Where the policy answers: on the rank of the environments, on another one, or on another host. With
     `spread`, half of the environments are on either of two hosts, and one of these answers both."""
@@ -409,7 +420,13 @@ def sweep(options: Ring) -> int:
         table.add_row(place, *cells, f"{gain:.1f}")
         if min(medians) == 1:
             goals.append(Goal(f"{place}: best ring / ring of 1", gain, at_least=3.0))
-    document = {"benchmark": "control ring", "machine": machine(), "frames_per_second": speeds}
+    predicted = {place: predictions(place, options) for place in speeds}
+    for place, of_ring in predicted.items():
+        cells = (f"{of_ring[ring]:,.0f}" if ring in of_ring else "" for ring in options.rings)
+        table.add_row(f"{place}, predicted", *cells, "")
+    document = {
+        "benchmark": "control ring", "machine": machine(), "frames_per_second": speeds,
+        "predicted": predicted}
     return report(document, tables=[table], goals=goals, as_json=options.json)
 
 
@@ -417,7 +434,7 @@ def ring_speed(place: str, ring: int, options: Ring) -> float:
     """Return frames per second of playing alone, from the median step of a run, but for its first step."""
     out = options.out / f"{place}{ring}"
     remove(out)
-    num_envs = ring * options.per_slice
+    num_envs = options.num_envs or ring * options.per_slice
     words = {
         "task": SLOW, "ring": ring // 2 if place == "spread" else ring, "num_envs": num_envs,
         "horizon": options.horizon, "segment": 8, "epochs": 1, "minibatches": 1, "steps": options.steps,
@@ -427,6 +444,32 @@ def ring_speed(place: str, ring: int, options: Ring) -> float:
     rows = [row for _, row in read_json_lines(out / "run" / "metrics.jsonl")]
     seconds = statistics.median(row["timing_s/play"] for row in rows[1:])
     return num_envs * options.horizon / seconds
+
+
+def predictions(place: str, options: Ring) -> dict[int, float]:
+    """Return the frames per second that the planner predicts for each ring, by one of the runs of a place;
+    nothing if its environments are spread over ranks."""
+    if place == "spread":
+        return {}
+    sys.path.insert(0, str(EXAMPLE.parent))
+    example = importlib.import_module(EXAMPLE.stem)
+    run = options.out / f"{place}{options.planned_from or min(options.rings)}" / "run"
+    plan = ExecutionPlan.load(str(run / "plan.yaml"))
+    found = {}
+    for ring in options.rings:
+        made = example.PPO(
+            task=SLOW, ring=ring, num_envs=options.num_envs or ring * options.per_slice,
+            horizon=options.horizon, expected=Expected(seconds_from=str(run)))
+        problem = problem_of(made, Cluster.load("cpu-laptop"))
+        work = problem.workloads["play"]
+        assert work.slices is not None
+        slices = replace(work.slices, num=made.num_envs)
+        problem = replace(problem, workloads={**problem.workloads, "play": replace(work, slices=slices)})
+        of_ring = replace(plan["play"], ring=ring)
+        plan = ExecutionPlan({**plan.calls, "play": of_ring})
+        seconds = host_seconds(problem, Rates(problem.cluster), plan, problem.graph["play"])
+        found[ring] = made.num_envs * options.horizon / seconds
+    return found
 
 
 def remove(out: Path) -> None:

@@ -81,6 +81,7 @@ class Rollout:
             chosen.clip(action.low, action.high) if action.shape else chosen[:, 0]))
         columns["advantage"] = self.advantages(columns, following["value"])
         columns["target"] = columns["advantage"] + columns["value"]
+        context.measured(self.source.taken())
         context.state |= {"source": self.source.state(), "plays": self.plays}
         segments = {
             key: column.reshape(-1, ppo.segment, *column.shape[1:]).swapaxes(1, 2).reshape(

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
+import numpy as np
 
 from realhf.calls import (
     ForwardFunction,
@@ -46,6 +47,7 @@ from realhf.models.lora import adapter_spec
 from realhf.models.model_config import TransformersConfig
 from realhf.planner.lengths import USUALLY_ALIKE, Lengths, alike_share, geometric, long_tail, observed
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.slices import BUSY, QuestionSeconds, SliceTimes
 from realhf.planner.slowest_replica import ScoringTime
 from realhf.planner.turns import Turns
 from realhf.rewards.scoring import RewardCall
@@ -313,7 +315,6 @@ def problem_of(
         raise ValueError("the graph has no calls on models: there is nothing to plan")
     if unused := [name for name in roles if not graph.using(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
-    roles = {name: role for name, role in roles.items() if graph.of_role(name)}
     for name, seconds in experiment.expected.call_seconds.items():
         if name not in [call.name for call in graph.calls]:
             there_are = ", ".join(call.name for call in graph.calls)
@@ -342,6 +343,10 @@ def problem_of(
         for name, (mean, deviation) in _seconds_of_run(experiment.expected, graph).items():
             workloads[name] = dataclasses.replace(
                 workloads[name], seconds=mean, seconds_deviation=deviation)
+        for name, measured in asking_of_run(Path(experiment.expected.seconds_from), graph).items():
+            questions = workloads[name].questions or measured.questions
+            slices = None if name in experiment.expected.call_seconds else measured.slices
+            workloads[name] = dataclasses.replace(workloads[name], questions=questions, slices=slices)
     order = ("score", "rollout", "train") if runs_ahead(experiment) else _in_order(parts, graph)
     return Problem(
         graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)),
@@ -366,6 +371,7 @@ def _seconds_of_run(expected: Expected, graph: DataflowGraph) -> dict[str, tuple
     if not steps:
         raise ValueError(f"expected.seconds_from is {run!r}: {path} must have two steps or more")
     works = HostFunction | ForwardFunction | TrainFunction
+    asked = _asked(graph)
     names = [c.name for c in graph.calls if isinstance(c.work, works) and c.name not in expected.call_seconds]
     plan = ExecutionPlan.load(str(Path(run) / "plan.yaml"))
     if several := [name for name in names if name in plan.calls and len(plan[name].layout.ranks) > 1]:
@@ -373,7 +379,112 @@ def _seconds_of_run(expected: Expected, graph: DataflowGraph) -> dict[str, tuple
             f"expected.seconds_from is {run!r}: it must have run each call on one rank, and has run "
             f"{several[0]} at {plan[several[0]].layout}")
     seconds = {name: [step.get(f"timing_s/{name}", 0.0) for step in steps] for name in names}
+    seconds |= {name: [0.0] for name in names if name in asked}  # Those that ask wait for them.
     return {name: (fmean(values), pstdev(values)) for name, values in seconds.items()}
+
+
+def _asked(graph: DataflowGraph) -> set[str]:
+    """Return the names of the calls that host calls ask."""
+    return {name for call in graph.calls if isinstance(call.work, HostFunction) for name in call.work.asks}
+
+
+_MEASURED = {
+    "num", "slices", "steps", "rolling_seconds", "rolling_cpu_seconds", "handling_cpu_seconds",
+    "step_seconds", "step_deviation", "step_cpu_seconds", "cores"}
+"""Figures of a call's environments that tell what its slices take (see `VectorSource.taken`)."""
+
+
+class MeasuredAsking(NamedTuple):
+    """What a run has measured of a host call that asks: questions in a step, and its environments' turns."""
+
+    questions: float
+    slices: SliceTimes | None
+
+
+def asking_of_run(run: Path, graph: DataflowGraph) -> dict[str, MeasuredAsking]:
+    """Return what a run has measured of each host call that asks, without the first step.
+
+    The slices are None if the call has not measured any (see `HostContext.measured`).
+    """
+    plan = ExecutionPlan.load(str(run / "plan.yaml"))
+    path = run / "timeline.jsonl"
+    events = [event for _, event in read_json_lines(path)] if path.is_file() else []
+    events = [event for event in events if event["step"] > 1 and "asking" in event]
+    found = {}
+    for call in graph.calls:
+        asks = call.work.asks if isinstance(call.work, HostFunction) else ()
+        of_call = [event for event in events if event["name"] == call.name]
+        if not asks or not of_call:
+            continue
+        far = [event for event in events if event["name"] in asks]
+        answering = {rank for name in asks for rank in plan[name].layout.ranks}
+        is_far = not answering & set(plan[call.name].layout.ranks)
+        num_steps = len({event["step"] for event in of_call})
+        answers = [
+            row for event in (far if is_far else of_call) for rows in event["asking"]["answers"].values()
+            for row in rows]
+        questions = sum(count for _, count, _ in answers)
+        slices = None
+        if answers and all(event["asking"].keys() >= _MEASURED for event in of_call):
+            slices = _slice_times(of_call, far, answers, num_steps=num_steps, is_far=is_far)
+        found[call.name] = MeasuredAsking(questions / num_steps, slices)
+    return found
+
+
+def _slice_times(
+    of_call: Sequence[Mapping[str, Any]], far: Sequence[Mapping[str, Any]],
+    answers: Sequence[tuple[int, int, float]], *, num_steps: int, is_far: bool,
+) -> SliceTimes:
+    """Return the times of a call's environments from its events, and those of a rank that answers it.
+
+    The seconds of answers to other numbers of rows than those of the slices follow from the tries, by which
+    fewer rows never take longer.
+    """
+    asking = [event["asking"] for event in of_call]
+    first = asking[0]
+    num, num_slices = int(first["num"]), int(first["slices"])
+
+    def total(name: str) -> float:
+        return sum(one[name] for one in asking)
+
+    def mean(name: str) -> float:
+        return sum(one[name] * one["steps"] for one in asking) / total("steps")
+
+    rounds = total("steps")
+    questions = sum(count for _, count, _ in answers)
+    own = total("rolling_cpu_seconds") + total("acting_cpu_seconds")
+    own -= total("answering_cpu_seconds") + total("sending_cpu_seconds")
+    of_messages = 0.0
+    if is_far:  # Also those of gloo's own thread.
+        whole_cpu = sum(event["cpu_seconds"] for event in of_call)
+        of_messages = whole_cpu - total("calling_cpu_seconds") - total("acting_cpu_seconds")
+        of_messages += total("sending_cpu_seconds")
+    handling = total("handling_cpu_seconds")
+    rows = num // num_slices
+    usual = [(count, seconds) for number, count, seconds in answers if number == rows] or [
+        (count, seconds) for _, count, seconds in answers]
+    answer = sum(seconds for _, seconds in usual) / sum(count for count, _ in usual)
+    tried = [row for event in (far if is_far else of_call) for of_ask in event["asking"]["tried"].values()
+             for row in of_ask][:4]
+    numbers = tuple(number for number, _ in tried) or (rows,)
+    seconds = tuple(min(taken for _, taken in tried[i:]) for i in range(len(tried))) or (answer,)
+    scale = answer / float(np.interp(rows, numbers, seconds))
+    messages = None
+    if is_far:
+        handled = sum(event["cpu_seconds"] for event in far) - sum(seconds for *_, seconds in answers)
+        messages = QuestionSeconds(max(0.0, of_messages / questions), max(0.0, handled / questions), 0.0)
+    cores = int(first["cores"])
+    busy = own + of_messages + num * rounds * mean("step_cpu_seconds")
+    busy += sum(seconds for *_, seconds in answers)
+    is_crowded = busy > BUSY * cores * total("rolling_seconds")
+    measured_step = (mean("step_seconds"), mean("step_deviation"))
+    step, deviation = (mean("step_cpu_seconds"), 0.0) if is_crowded else measured_step
+    whole = sum(event["end"] - event["start"] for event in of_call)
+    return SliceTimes(
+        num, num_slices, rounds / num_steps, max(0.0, whole - total("rolling_seconds")) / num_steps,
+        step, deviation, mean("step_cpu_seconds"), max(0.0, own - handling) / (num_slices * rounds),
+        handling / (num * rounds), tuple((n, scale * s) for n, s in zip(numbers, seconds, strict=True)),
+        cores, messages)
 
 
 def checked_plan(experiment: Experiment, plan: ExecutionPlan, *, num_devices: int) -> ExecutionPlan:
@@ -490,6 +601,7 @@ def _workload(
             "question_bytes": experiment.expected.question_bytes}
     elif isinstance(work, ForwardFunction | TrainFunction):
         of_call["seconds"] = experiment.expected.call_seconds.get(call.name, 0.0) * settings["runs"]
+        of_call["is_asked"] = call.name in _asked(graph)
         if isinstance(work, TrainFunction):
             of_call |= {"minibatches": work.minibatches, "epochs": work.epochs}
     elif isinstance(work, Generate):
@@ -530,7 +642,8 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
             workload = _workload(experiment, graph, call, num_samples, settings)
             of_set = [f"eval/{set_name}/{call.name}"] * bool(set_name)
             names = (*of_set, f"eval/{call.name}", call.name)
-            yield PlannedCall(names[0], call.kind, call.role, workload, names, is_evaluation=True)
+            yield PlannedCall(
+                names[0], call.kind, call.role, workload, names, is_evaluation=True, reads=call.reads)
 
 
 def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation, graph: DataflowGraph) -> int:

@@ -5,6 +5,8 @@ it keeps the actions of each unfinished episode, and plays them again. This modu
 """
 
 import base64
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -78,6 +80,7 @@ class Episodes(gymnasium.Wrapper):
         self._seed = seed
         self._episode = 0
         self._return = 0.0
+        self._taken = StepTimes()
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -90,7 +93,8 @@ class Episodes(gymnasium.Wrapper):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Take a step; at the end of an episode, the observation is that of the next one."""
-        observation, reward, terminated, truncated, _ = self.env.step(action)
+        with self._taken:
+            observation, reward, terminated, truncated, _ = self.env.step(action)
         self._return += float(reward)
         if not (terminated or truncated):
             return observation, float(reward), False, False, {}
@@ -101,6 +105,12 @@ class Episodes(gymnasium.Wrapper):
         first, _ = self.reset()
         return first, float(reward), False, False, about
 
+    def taken(self) -> tuple[int, float, float, float]:
+        """Return what the steps since the last call of this method have taken (see StepTimes)."""
+        taken = self._taken.figures()
+        self._taken = StepTimes()
+        return taken
+
     def restored(self, episodes: Sequence[int], actions: Sequence[Array]) -> Any:
         """Play the actions of the present episode again; return what the environment shows after them."""
         self._episode = episodes[self._row]
@@ -108,6 +118,30 @@ class Episodes(gymnasium.Wrapper):
         for action in actions[self._row]:
             observation, *_ = self.step(action)
         return observation
+
+
+class StepTimes:
+    """Seconds of the steps of an environment, and those of the processor in between, too."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._cpu_start = time.process_time()
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds.append(time.perf_counter() - self._start)
+
+    def figures(self) -> tuple[int, float, float, float]:
+        """Return the number of steps, their seconds, the sum of these squared, and CPU seconds.
+
+        CPU seconds are those of the process from the beginning, with those that messages take.
+        """
+        seconds = np.array(self._seconds)
+        cpu_seconds = time.process_time() - self._cpu_start
+        return len(seconds), float(seconds.sum()), float(np.square(seconds).sum()), cpu_seconds
 
 
 class Slice(Protocol):
@@ -128,6 +162,9 @@ class Slice(Protocol):
 
     def restore(self, episodes: Sequence[int], actions: Sequence[Array]) -> Array:
         """Go back to a point of an episode, and return the observations there."""
+
+    def taken(self) -> Sequence[tuple[int, float, float, float]]:
+        """Return what the steps of each environment have taken; nothing if they are no processes."""
 
     def close(self) -> None:
         """End the processes."""
@@ -174,6 +211,9 @@ class GymnasiumSlice:
         self._envs.reset()
         return np.stack(getattr(self._envs, "call")("restored", episodes, actions))  # noqa: B009
 
+    def taken(self) -> Sequence[tuple[int, float, float, float]]:
+        return getattr(self._envs, "call")("taken") if self._processes else []  # noqa: B009
+
     def close(self) -> None:
         self._envs.close()
 
@@ -216,6 +256,9 @@ class EnvPoolSlice:
         """Begin new episodes."""
         return self.first()
 
+    def taken(self) -> Sequence[tuple[int, float, float, float]]:
+        return []
+
     def close(self) -> None:
         self._envs.close()
 
@@ -235,17 +278,19 @@ class VectorSource:
     ) -> None:
         """`make` returns an environment, or is the name of a task of EnvPool, which gets the `settings`.
 
-        With `processes`, each environment has a process of its own. `state` is that of a source to continue.
+        With `processes`, each environment has a process of its own. `state` is that of a source to continue,
+        or of several together, which may have had other environments, too.
         Episodes depend on the seed and on an environment's number (`numbers`; None: from 0): sources on
         several ranks together have the episodes of one.
         """
         if ring < 1 or num_envs % ring:
             raise UserError(f"VectorSource: num_envs is {num_envs}: it must be a multiple of ring, {ring}")
         self._numbers = list(range(num_envs) if numbers is None else numbers)
-        if state and state["numbers"] != self._numbers:
+        parts = (state or {}).get("parts", {})
+        if state and not all(str(number) in parts for number in self._numbers):
             raise UserError(
-                f"VectorSource: this rank's environments have the numbers {self._numbers}, and its state is "
-                f"of {state['numbers']}: resume with a plan that has as many ranks for them")
+                f"VectorSource: this rank's environments have the numbers {self._numbers}, and the state is "
+                f"of {', '.join(parts) or 'none'}: resume with as many environments")
         self.ring = ring
         self.num_envs = num_envs
         size = num_envs // ring
@@ -263,6 +308,9 @@ class VectorSource:
         self.can_restore = not isinstance(make, str)
         """Whether `state` says where each environment is; a task of EnvPool begins new episodes."""
         self.observation_space, self.action_space = self._slices[0].spaces
+        self._taken: dict[str, float] = {}
+        self._handling = 0.0
+        """CPU seconds in `send` and `recv`, which are proportional to the environments."""
         self._episodes = np.zeros(num_envs, np.int64)
         self._lengths = np.zeros(num_envs, np.int64)
         self._actions = [self._no_actions(64) for _ in range(ring)]
@@ -270,7 +318,7 @@ class VectorSource:
         if not state:
             self._now = [one.first() for one in self._slices]
         else:
-            self._now = self._restored(state)
+            self._now = self._restored([parts[str(number)] for number in self._numbers])
 
     def now(self, k: int) -> Array:
         """Return the observations of slice `k` at which it waits for actions."""
@@ -278,6 +326,7 @@ class VectorSource:
 
     def send(self, k: int, actions: Array) -> None:
         """Let the environments of slice `k` take a step, which `recv` waits for."""
+        start = time.thread_time()
         actions = np.asarray(actions, self.action_space.dtype)
         if self.can_restore:
             at = self._lengths[self._rows[k]]
@@ -286,6 +335,7 @@ class VectorSource:
             self._actions[k][np.arange(len(at)), at] = actions
             self._lengths[self._rows[k]] += 1
         self._slices[k].send(actions)
+        self._handling += time.thread_time() - start
 
     def _no_actions(self, most: int) -> Array:
         """Return room for so many actions of each environment of a slice."""
@@ -294,11 +344,13 @@ class VectorSource:
 
     def recv(self, k: int) -> Observed:
         """Return what the step of slice `k` has shown; wait until it has ended."""
+        start = time.thread_time()
         observed = self._slices[k].recv()
         done = observed.done
         self._episodes[self._rows[k]] += done
         self._lengths[self._rows[k]] *= ~done
         self._now[k] = np.array(observed.observation)
+        self._handling += time.thread_time() - start
         return observed._replace(observation=self._now[k])
 
     def roll(
@@ -309,6 +361,9 @@ class VectorSource:
         `ask` is called in the order of steps and slices. The answers have the column `action`, of which
         `action_of` makes actions of the environments, and which go to them as soon as they are there.
         """
+        start = time.perf_counter()
+        cpu_start = time.thread_time()
+        self._handling = 0.0
         kept: list[dict[str, list[Array]]] = [{} for _ in range(self.ring)]
         answers: list[list[Mapping[str, Array]]] = [[] for _ in range(self.ring)]
         ended: list[tuple[int, Array, Question]] = []
@@ -356,31 +411,55 @@ class VectorSource:
         for step, which, question in ended:
             for key, column in question.result().items():
                 following[key][step, which] = column
+        self._taken = {
+            "steps": steps, "rolling_seconds": time.perf_counter() - start,
+            "rolling_cpu_seconds": time.thread_time() - cpu_start, "handling_cpu_seconds": self._handling}
         return Rolled(columns | {key: column[:-1] for key, column in answered.items()}, following, returns)
+
+    def taken(self) -> dict[str, float]:
+        """Return what the last `roll` has taken, for the planner; nothing if environments are no processes.
+
+        That is `num` environments in `slices`, `steps` of each, the seconds in which they were rolled, and
+        CPU seconds of the thread that rolled them, also those for sending and receiving; the mean and the
+        standard deviation of the seconds of a step of an environment, the CPU seconds of its process for a
+        step, and the `cores` that this process may use.
+        """
+        each = [figures for one in self._slices for figures in one.taken()]
+        if not each:
+            return {}
+        num, seconds, squares, cpu_seconds = map(sum, zip(*each, strict=True))
+        mean = seconds / max(num, 1)
+        return self._taken | {
+            "num": self.num_envs, "slices": self.ring, "step_seconds": mean,
+            "step_deviation": max(0.0, squares / max(num, 1) - mean**2) ** 0.5,
+            "step_cpu_seconds": cpu_seconds / max(num, 1), "cores": len(os.sched_getaffinity(0))}
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, the point of its episode at which each environment is, while none takes a step.
 
-        It is empty if the source cannot be restored.
+        It has a part for each environment by its number, so that other ranks can go on with some of them (see
+        `HostContext.state`). It is empty if the source cannot be restored.
         """
         if not self.can_restore:
             return {}
         each = (row for of_slice in self._actions for row in of_slice)
-        actions = [
-            base64.b64encode(row[:n].tobytes()).decode() for row, n in zip(each, self._lengths, strict=True)]
-        return {
-            "numbers": self._numbers, "episodes": self._episodes.tolist(),
-            "lengths": self._lengths.tolist(), "actions": actions}
+        figures = zip(self._numbers, self._episodes.tolist(), self._lengths.tolist(), each, strict=True)
+        return {"parts": {
+            str(number): {
+                "episode": episode, "length": length,
+                "actions": base64.b64encode(row[:length].tobytes()).decode()}
+            for number, episode, length, row in figures}}
 
-    def _restored(self, state: Mapping[str, Any]) -> list[Array]:
-        self._episodes[:] = state["episodes"]
-        self._lengths[:] = state["lengths"]
+    def _restored(self, parts: Sequence[Mapping[str, Any]]) -> list[Array]:
+        """Bring each environment to where its part of a state says."""
+        self._episodes[:] = [part["episode"] for part in parts]
+        self._lengths[:] = [part["length"] for part in parts]
         observations = []
         for k, rows in enumerate(self._rows):
             self._actions[k] = self._no_actions(max(64, int(self._lengths[rows].max()) + 1))
             actions = []
             for i, room in zip(rows, self._actions[k], strict=True):
-                played = np.frombuffer(base64.b64decode(state["actions"][i]), self.action_space.dtype)
+                played = np.frombuffer(base64.b64decode(parts[i]["actions"]), self.action_space.dtype)
                 played = played.reshape(self._lengths[i], *self.action_space.shape)
                 room[: len(played)] = played
                 actions.append(played)

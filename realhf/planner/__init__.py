@@ -6,6 +6,7 @@ The work of each call:
     lengths               lengths of responses as distributions, and the rows of a round of generation
     slowest_replica       decode steps of the replica that ends last
     turns                 turns of rollouts, and the waits for their environments
+    slices                seconds of calls in plain Python whose environments take turns
     problem               the planning problem: calls with their workloads, roles, cluster
     micro_batches         how calls on sequences are split
     shard                 the part of a model that a rank holds, and the bytes of its states

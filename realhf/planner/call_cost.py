@@ -110,6 +110,8 @@ def _module_cost(
     """Return the cost of a function on a module: as measured, or else of one product with each parameter and
     row, at the device's peak; and of each time that it is called."""
     strategy = call_plan.layout.strategy
+    if workload.is_asked:  # The call that asks waits for it.
+        return CallCost(workload.seconds, {"compute": workload.seconds})
     rows = workload.most_samples(call.kind, strategy.dp)
     parts = -(-rows // call_plan.micro_batch_tokens)
     calls = workload.minibatches * workload.epochs * parts

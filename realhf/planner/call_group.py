@@ -313,7 +313,8 @@ def find_call_groups(problem: Problem, rates: Rates, deadline: Deadline) -> tupl
         of_role = [positions[call.name] for call in problem.graph.of_role(role)]
         training = [i for i in of_role if calls[i].kind == "train_step"]
         nx.add_path(ties, training)
-        owners[role] = (training or of_role)[0]
+        if of_role:  # Of a role that is only read, all weights are read copies (see memory_account.py).
+            owners[role] = (training or of_role)[0]
     communicators: dict[tuple[int, int, int], CommunicatorMemory] = {}
     members = [{i: calls[i] for i in sorted(tied)} for tied in nx.connected_components(ties)]
     members.sort(key=list)

@@ -38,6 +38,7 @@ class Efficiencies:
     turn_seconds: float = 0.0  # The same for each turn of a sample with an environment.
     call_seconds: float = 0.0  # Host time around a call: distributing samples, packing columns.
     message_seconds: float = 0.0  # Time to send a message to one more peer of an all-to-all.
+    question_seconds: float = 0.0  # Time of a process for the messages of a question: of either process.
 
     @classmethod
     def of(cls, cluster: Cluster) -> "Efficiencies":
@@ -50,6 +51,7 @@ _GUESS = "estimate; a quarter more or less moves the mean of the published steps
 _MEASURE = "estimate, which `realhf profile` replaces by the machine's own rates"
 _TURN = (
     "chat template and messages to two processes: 0.3 ms if these wait for them, 1.5 ms on two busy cores")
+_QUESTION = "packing, two gloo messages and a change of threads, measured on two cores of a virtual machine"
 _GPU: Mapping[str, tuple[float, str]] = {
     "grouped_matmul": (0.55, f"{_GUESS}: tiles of one expert end before the next begins"),
     "memory": (0.8, "copies reach 0.9 (arXiv:2402.13499); decoding kernels read less evenly"),
@@ -62,7 +64,8 @@ _GPU: Mapping[str, tuple[float, str]] = {
     "row_seconds": (1e-5, f"Python's work for a row; {_GUESS}"),
     "turn_seconds": (1e-3, _TURN),
     "call_seconds": (0.02, f"messages of the controller, measured with gloo; {_GUESS}"),
-    "message_seconds": (2e-6, f"one RDMA message; {_GUESS}")}
+    "message_seconds": (2e-6, f"one RDMA message; {_GUESS}"),
+    "question_seconds": (6.5e-4, _QUESTION)}
 _HOPPER: Mapping[str, tuple[float, str]] = {
     "matmul": (0.7, f"0.80 {_MAMF}"),
     "attention": (0.35, "FlashAttention-2, which torch runs, on H100: arXiv:2407.08608, abstract"),
@@ -89,6 +92,7 @@ TABLE: Mapping[str, Mapping[str, tuple[float, str]]] = {
         "turn_seconds": (1e-3, _TURN),
         "call_seconds": (0.02, _MEASURE),
         "message_seconds": (1e-4, "gloo on one machine: 0.15 ms for an exchange of small messages"),
+        "question_seconds": (6.5e-4, _QUESTION),
     },
 }
 """Accelerator -> field of Efficiencies -> figure and source. Fields that a CPU lacks have no effect there."""

@@ -329,7 +329,7 @@ def simulate(
         idle[first_rank : first_rank + num_ranks] -= seconds[i] / period
         end = starts[i] + seconds[i]
         timeline.append(TimelineEntry(call.name, call.kind, first_rank, num_ranks, starts[i], end))
-    for (i, j, lag), arrived, amount in zip(needs.weights, moving[0], durations, strict=True):
+    for (i, j, lag, role), arrived, amount in zip(needs.weights, moving[0], durations, strict=True):
         if amount > 0:
             ends = [starts[j] + seconds[j]]
             if lag and needs.in_place:
@@ -337,7 +337,7 @@ def simulate(
             start = max(ends) + arrived - amount - lag * period
             start += period if start < 0 else 0.0
             num_ranks = int(stop[i] - first[i])
-            name = f"{calls[j].role} for {calls[i].name}"
+            name = f"{role} for {calls[i].name}"
             timeline.append(TimelineEntry(name, "realloc", int(first[i]), num_ranks, start, start + amount))
     return Simulation(period, tuple(timeline), np.clip(idle, 0.0, 1.0))
 
@@ -396,7 +396,7 @@ def port_traffic(
             traffic += cost_of(problem, ports, calls[i], plan[calls[i].name], layouts[i].ranks).seconds
         activities.append(_Activity(hosts(i), entry.start - needs.receiving[i], entry.end, traffic))
     for number, entry in zip(numbers, simulation.timeline[len(calls) :], strict=True):
-        user, trainer, _ = needs.weights[number]
+        user, trainer, *_ = needs.weights[number]
         activities.append(_Activity(hosts(user, trainer), entry.start, entry.end, float(moved[number])))
     share_ranks = have_common_ranks(first, stop)[0]
     delays = np.zeros(len(activities))

@@ -218,8 +218,10 @@ class _PlanAccount:
             elif planned.kind == "generate" and isinstance(
                 problem.roles[planned.role].config, MegatronConfig):
                 layout = replace(layout, form="native")
-            if layout not in (layouts := self._layouts[planned.role]):
-                layouts.append(layout)
+            for role in (planned.role, *planned.reads):
+                used = layout if role == planned.role else call_plan.layout
+                if used not in (layouts := self._layouts[role]):
+                    layouts.append(used)
 
     def total(self) -> PlanMemory:
         """Return all that rests on the ranks, and what each call adds."""

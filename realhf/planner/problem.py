@@ -20,6 +20,7 @@ from realhf.models.model_config import MegatronConfig, ModelConfig, ModuleConfig
 from realhf.models.modules import module_spec
 from realhf.models.param_spec import ModelSpec, model_spec
 from realhf.planner.lengths import Lengths, RoundStatistics, geometric, steady_round
+from realhf.planner.slices import SliceTimes
 from realhf.planner.slowest_replica import ScoringTime, normal_maximum
 from realhf.planner.turns import Turns
 
@@ -64,6 +65,9 @@ class Workload:
     seconds_deviation: float = 0.0  # Standard deviation of these seconds from step to step.
     questions: float = 0.0  # How many such a call asks other calls in all of its runs.
     question_bytes: float = 0.0  # Mean size of a question with its answer.
+    slices: SliceTimes | None = None
+    """What a run has measured of such a call whose environments take turns."""
+    is_asked: bool = False  # A host call asks this call, which does nothing else.
     scoring: ScoringTime | None = None  # The time in which such a call scores answers, in addition.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
@@ -275,6 +279,8 @@ class PlannedCall(NamedTuple):
     plan_names: tuple[str, ...]
     """The names under which a plan may have its layout; the first that the plan has counts."""
     is_evaluation: bool = False
+    reads: tuple[str, ...] = ()
+    """Other roles, whose weights the call reads in its own layout."""
 
     def waits_for_blocks(self, call_plan: CallPlan) -> bool:
         """Return whether rows of a generation may wait for memory.
@@ -346,7 +352,8 @@ class Problem:
 
     def planned(self, call: FunctionCall) -> PlannedCall:
         assert call.role is not None
-        return PlannedCall(call.name, call.kind, call.role, self.workloads[call.name], (call.name,))
+        return PlannedCall(
+            call.name, call.kind, call.role, self.workloads[call.name], (call.name,), reads=call.reads)
 
     def planned_calls(
         self, plan: ExecutionPlan, homes: Mapping[str, Layout]
@@ -404,6 +411,10 @@ class Problem:
         """
         alone = sum(other.role == call.role for other in self.graph.calls) == 1
         return alone and self.model_role(call).is_frozen and self.cluster.host_memory is not None
+
+    def used_role(self, call: FunctionCall, name: str) -> tuple[str, ModelRole]:
+        """Return a role that a call uses, its own one or one that it reads, with its name."""
+        return name, self.model_role(call) if name == call.role else self.roles[name]
 
     def model_role(self, call: FunctionCall) -> ModelRole:
         """Return the role of a call, as the engine that runs the call sees it."""

@@ -54,9 +54,10 @@ class MovedModel(NamedTuple):
 
 def arrivals(
     rates: Rates, problem: Problem, trainer: FunctionCall, home: ContiguousLayout,
-    copies: Sequence[tuple[FunctionCall, ContiguousLayout | None]],
+    copies: Sequence[tuple[tuple[str, ModelRole], ContiguousLayout | None]],
 ) -> tuple[float, ...]:
-    """Return for each copy of trained weights how long after training it is complete.
+    """Return for each copy of trained weights how long after training it is complete. A copy is that of a
+    role, which is the trained one or follows it.
 
     A rank makes its copies one after the other. If replicas share the optimizer, a copy costs nothing where
     ranks already have all of it from an earlier copy (runtime/compile/actions.py). Otherwise each replica has
@@ -72,18 +73,18 @@ def arrivals(
         complete_at[trainer.role, home, False] = 0.0
     elapsed = 0.0
     times: list[float] = []
-    for call, layout in copies:
+    for (copied, copy), layout in copies:
         if layout is None:
             break
-        copy = problem.model_role(call)
         is_int8 = copy.int8 and copy.lora is None
-        if (call.role, layout, is_int8) not in complete_at:
-            whole = [held for name, held, *int8 in complete_at if name == call.role and not any(int8)]
+        if (copied, layout, is_int8) not in complete_at:
+            whole = [held for name, held, *int8 in complete_at if name == copied and not any(int8)]
             earlier = whole if is_sharded and not is_int8 else []
+            earlier += [home] if copied != trainer.role else []  # It follows what is whole at home by then.
             if not any(covers(_moved(role), held, layout) for held in earlier):
                 elapsed += reallocation_seconds(rates, copy if is_int8 else role, home, layout)
-            complete_at[call.role, layout, is_int8] = elapsed
-        times.append(complete_at[call.role, layout, is_int8])
+            complete_at[copied, layout, is_int8] = elapsed
+        times.append(complete_at[copied, layout, is_int8])
     return (*times, *[0.0] * (len(copies) - len(times)))
 
 

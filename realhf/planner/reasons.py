@@ -163,7 +163,7 @@ def find_reasons(space: SearchSpace, chosen: np.ndarray) -> dict[str, Reason]:
             others = ("the time limit left no time to look for the best other layout", None, None)
         for i in group.calls:
             cost = settled[i].cost
-            share = cost.seconds_by_cause[cost.limit] / cost.seconds
+            share = cost.seconds_by_cause[cost.limit] / cost.seconds if cost.seconds else 1.0
             reasons[space.calls[i].name] = Reason(cost.limit, share, *others)
     return reasons
 
@@ -264,9 +264,9 @@ class _Alternatives:
         if cause == "reallocation":
             moving = space.moving(both)
             column = int(np.argmax(moving[1] - moving[0]))
-            user, trainer, _ = space.needs.weights[column]
+            copy = space.needs.weights[column]
             before, after = (format_seconds(float(value)) for value in moving[:, column])
-            what = f"reallocation of {space.calls[trainer].role} for {space.calls[user].name}"
+            what = f"reallocation of {copy.role} for {space.calls[copy.user].name}"
             return f"{what} takes {after} instead of {before}"
         shares = have_common_ranks(first, stop)
         new = (shares[1] & ~shares[0])[own].any(axis=0)

@@ -592,12 +592,12 @@ def find_calls_between(needs: Dependencies) -> list[CallsBetween]:
     same_step = nx.DiGraph()
     same_step.add_nodes_from(range(num_calls))
     same_step.add_edges_from((j, i) for i, j in np.argwhere(np.isfinite(needs.data)).tolist())
-    same_step.add_edges_from((j, i) for i, j, lag in needs.weights if lag == 0)
+    same_step.add_edges_from((j, i) for i, j, lag, _ in needs.weights if lag == 0)
     return [between for between in _all_calls_between(needs, same_step) if len(between.inside) > 1]
 
 
 def _all_calls_between(needs: Dependencies, same_step: nx.DiGraph) -> Iterator[CallsBetween]:
-    next_step = {(i, j) for i, j, lag in needs.weights if lag == 1}
+    next_step = {(i, j) for i, j, lag, _ in needs.weights if lag == 1}
     next_step |= {(i, j) for i, j in np.argwhere(np.isfinite(needs.late_data)).tolist()}
     for before, after in sorted(next_step):
         inside = nx.descendants(same_step, before) & nx.ancestors(same_step, after)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.execution_plan import CallPlan, ExecutionPlan
+from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planner.call_cost import CallCost
 from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
@@ -111,8 +112,16 @@ class SearchSpace:
         if is_split and group is not None:
             numbers = np.unique(self.groups[group].replicas).astype(int)
         seconds = np.zeros(1 + max(numbers, default=1))
-        seconds[numbers] = [self.problem.workloads[call.name].seconds_on(n) for n in numbers.tolist()]
+        workload = self.problem.workloads[call.name]
+        seconds[numbers] = [workload.seconds_on(n) for n in numbers.tolist()]
+        if (best := self._best_slices(call)) is not None:
+            seconds[1] = best[1]
         return HostCall(position, group, is_split, seconds)
+
+    def _best_slices(self, call: FunctionCall) -> tuple[int, float] | None:
+        """Return the best number of slices of a call whose environments take turns, and its seconds."""
+        slices = self.problem.workloads[call.name].slices
+        return None if slices is None else slices.best(cores=self.problem.cluster.cores_per_host)
 
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
         """Return the CallPlan of every call; `host_anchor` decides where calls in plain Python run."""
@@ -125,7 +134,11 @@ class SearchSpace:
                 anchor, is_split = host_anchor(self.problem, call)
                 ranks = plans[anchor].layout.result_ranks if anchor is not None else (0,)
                 ranks = ranks if is_split else ranks[:1]
-                plans[call.name] = CallPlan(Layout(ParallelStrategy(dp=len(ranks)), DeviceMesh(ranks)))
+                call_plan = CallPlan(Layout(ParallelStrategy(dp=len(ranks)), DeviceMesh(ranks)))
+                if (best := self._best_slices(call)) is not None:
+                    seconds = float(f"{best[1]:.6g}")
+                    call_plan = replace(call_plan, ring=best[0], predicted={"seconds": seconds})
+                plans[call.name] = call_plan
         return {call.name: plans[call.name] for call in self.problem.graph.order}
 
     def call_times(self, choices: np.ndarray) -> CallTimes:
@@ -308,8 +321,9 @@ class SearchSpace:
         """
         seconds = np.zeros((len(choices), len(self.needs.weights)))
         for trainer, numbers in self.needs.copies.items():
-            users = [self.needs.weights[number][0] for number in numbers]
-            groups = [self._group_of[call] for call in (trainer, *users)]
+            groups = [
+                self._group_of[call]
+                for call in (trainer, *(self.needs.weights[number].user for number in numbers))]
             columns = [self.memory.layouts[u].layout[choices[:, u]] for u in groups]
             layouts = np.stack(columns, axis=1)  # Their numbers; -1 where they are not decided.
             rows = np.flatnonzero((layouts[:, :2] >= 0).all(axis=1))
@@ -322,19 +336,21 @@ class SearchSpace:
                         continue
                     most_new -= 1
                     self.deadline.check()
-                    self._known_moves[key] = self._arrivals(trainer, users, choices[rows[first[row]]])
+                    self._known_moves[key] = self._arrivals(trainer, numbers, choices[rows[first[row]]])
                 of_distinct[row] = self._known_moves[key]
             seconds[rows[:, None], numbers] = of_distinct[which.ravel()]
         return seconds
 
-    def _arrivals(self, trainer: int, users: Sequence[int], choices: np.ndarray) -> tuple[float, ...]:
-        """Return the seconds until the weights that a call trains are complete where these calls use them."""
+    def _arrivals(self, trainer: int, numbers: Sequence[int], choices: np.ndarray) -> tuple[float, ...]:
+        """Return the seconds until these copies (`needs.weights`) of what a call trains are complete."""
+        needed = [self.needs.weights[number] for number in numbers]
         layouts = []
-        for call in (trainer, *users):
+        for call in (trainer, *(copy.user for copy in needed)):
             u = self._group_of[call]
             is_decided = self.groups[u].is_candidate(choices[u])
             layouts.append(self.groups[u].candidates[choices[u]].layout if is_decided else None)
-        copies = list(zip((self.calls[user] for user in users), layouts[1:], strict=True))
+        used = [self.problem.used_role(self.calls[copy.user], copy.role) for copy in needed]
+        copies = list(zip(used, layouts[1:], strict=True))
         assert layouts[0] is not None, "the home is decided"
         return tuple(arrivals(self.rates, self.problem, self.calls[trainer], layouts[0], copies))
 

@@ -12,7 +12,6 @@ axis, so that operations on all of them read contiguous memory.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +25,11 @@ from realhf.planner.call_cost import CallCost, call_cost
 from realhf.planner.call_memory import top_bytes
 from realhf.planner.links import ContiguousLayout, ranks_per_host
 from realhf.planner.memory_account import with_caches
-from realhf.planner.problem import Problem
+from realhf.planner.problem import Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals
 from realhf.planner.shared_cores import SharedCores
+from realhf.planner.slices import AnswerPlace, QuestionSeconds
 
 NEVER = -np.inf
 MOVED_BYTES_PER_TOKEN = 40  # Of samples between calls: ids and a few float columns.
@@ -39,14 +39,26 @@ _RANK_0 = Layout.parse("d1@0")
 # What calls wait for
 
 
+class TrainedCopy(NamedTuple):
+    """The weights of `role` that the call `user` uses, its own or those of a role that it reads.
+
+    The call `trainer` trains that role, or the one that it follows, in the same step (lag 0) or the one
+    before (lag 1).
+    """
+
+    user: int
+    trainer: int
+    lag: int
+    role: str
+
+
 @dataclass(frozen=True)
 class Dependencies:
     """The outputs and weights that calls wait for.
 
     `data[i, j]` are the seconds from the end of call j until its outputs reach call i of the same step, -inf
     where i reads nothing of j; `late_data` is the same for outputs that call i reads in the next step.
-    `weights` lists (i, j, lag): call i uses the weights that call j trains, in the same step (lag 0) or in
-    the one before (lag 1). Copies of one trainer are next to each other, in the order in which they are made.
+    `weights` has the copies of one trainer next to each other, in the order in which they are made.
     `receiving[i]` are the seconds in which the ranks of call i exchange its inputs before it starts.
 
     With `in_place`, the weights of the step before replace those with which other calls may still run. So
@@ -56,7 +68,7 @@ class Dependencies:
 
     data: np.ndarray
     late_data: np.ndarray
-    weights: tuple[tuple[int, int, int], ...]
+    weights: tuple[TrainedCopy, ...]
     receiving: np.ndarray
     busy_shares: tuple[float, float] = (0.0, 0.0)
     """The shares of a reallocation's seconds in which a rank that only sends, or one that receives, computes
@@ -67,8 +79,8 @@ class Dependencies:
     def copies(self) -> dict[int, list[int]]:
         """Return trainer -> the numbers of the `weights` that it trains, in the order of their copies."""
         copies: dict[int, list[int]] = {}
-        for number, (_, trainer, _) in enumerate(self.weights):
-            copies.setdefault(trainer, []).append(number)
+        for number, copy in enumerate(self.weights):
+            copies.setdefault(copy.trainer, []).append(number)
         return copies
 
     def durations(self, moving: np.ndarray) -> np.ndarray:
@@ -87,10 +99,10 @@ class Dependencies:
         """
         sending, receiving = (share * self.durations(moving) for share in self.busy_shares)
         busy = np.zeros((*first.shape, first.shape[1]))
-        for number, (user, _, _) in enumerate(self.weights):
+        for number, (user, *_) in enumerate(self.weights):
             busy[:, user] += receiving[:, number, None]
         for j, numbers in self.copies.items():
-            users = [self.weights[number][0] for number in numbers]
+            users = [self.weights[number].user for number in numbers]
             low = np.maximum(first, first[:, j, None])
             high = np.minimum(stop, stop[:, j, None])
             most = np.zeros(low.shape)
@@ -126,26 +138,30 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     weights = []
     for trainer, call in enumerate(calls):
         if call.kind == "train_step":
-            weights += [(user, trainer, 0 if trainer < user else 1) for user in _users(problem, trainer)]
+            weights += [
+                TrainedCopy(user, trainer, 0 if trainer < user else 1, role)
+                for user, role in _users(problem, trainer)]
     return Dependencies(
         data, late_data, tuple(weights), receiving, busy_shares(rates.cluster), in_place=bool(problem.ahead))
 
 
-def _users(problem: Problem, trainer: int) -> list[int]:
-    """Return the calls that use what a call trains, the role's next train step last.
+def _users(problem: Problem, trainer: int) -> list[tuple[int, str]]:
+    """Return the calls that use what a call trains, each with the role whose weights it uses: its own one, or
+    one that it reads. The role's next train step is last.
 
     That step needs the weights at home: where replicas share the optimizer, each has updated only a shard.
     """
     role = problem.calls[trainer].role
+    assert role is not None
     users = []
     trainers = []
     for i, call in enumerate(problem.calls):
-        if call.kind == "train_step":
-            trainers += [i] if call.role == role else []
-        elif call.role is not None and role in (call.role, problem.model_role(call).follows):
-            users.append(i)
+        if call.kind == "train_step" and call.role == role:
+            trainers.append(i)
+        used = call.roles if call.kind != "train_step" else call.reads
+        users += [(i, name) for name in used if role in (name, problem.roles[name].follows)]
     next_trainer = trainers[(trainers.index(trainer) + 1) % len(trainers)]
-    return [*users, next_trainer]
+    return [*users, (next_trainer, role)]
 
 
 def busy_shares(cluster: Cluster) -> tuple[float, float]:
@@ -167,32 +183,66 @@ def moving_seconds(
     shape (1, number of `needs.weights`); `layouts` are those of calls by their position."""
     moving = np.zeros((1, len(needs.weights)))
     for trainer, numbers in needs.copies.items():
-        users = [needs.weights[number][0] for number in numbers]
-        copies = [(problem.calls[user], layouts[user]) for user in users]
+        copies = [
+            (problem.used_role(problem.calls[user], role), layouts[user])
+            for user, _, _, role in (needs.weights[number] for number in numbers)]
         moving[0, numbers] = arrivals(rates, problem, problem.calls[trainer], layouts[trainer], copies)
     return moving
 
 
-def asking_seconds(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> float:
-    """Return the seconds in which the questions of a call in plain Python travel to other ranks and back.
+def host_seconds(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> float:
+    """Return the seconds of a call in plain Python, with those of its questions and their answers.
 
-    The ranks of the call share its questions. If several calls are asked, all questions count as those to the
-    farthest. With a ring, so many of them are under way at a time.
+    Its environments take turns as `planner.slices` says, if a run has measured them. Otherwise questions
+    to other ranks add the time of their messages: a ring has so many of them under way at a time.
+    """
+    workload = problem.workloads[call.name]
+    if call.name not in plan.calls:
+        return workload.seconds_on(1)
+    num_ranks = plan[call.name].layout.dp
+    places = _places(problem, rates, plan, call)
+    if workload.slices is not None and places:
+        slices = plan[call.name].ring or workload.slices.num_slices
+        return workload.slices.seconds(slices, places, cores=problem.cluster.cores_per_host)
+    far = [place.messages for place in places if place.messages is not None]
+    message = max((sum(messages) for messages in far), default=0.0)
+    of_questions = workload.questions / num_ranks * message / (plan[call.name].ring or 1)
+    return workload.seconds_on(num_ranks) + of_questions
+
+
+def _places(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> list[AnswerPlace]:
+    """Return where each rank of a call that asks is answered; nothing if it asks none that the plan has.
+
+    If several calls are asked, all questions count as those to the farthest.
     """
     asks = call.work.asks if isinstance(call.work, HostFunction) else ()
     workload = problem.workloads[call.name]
-    if not workload.questions or call.name not in plan.calls:
-        return 0.0
-    layout = plan[call.name].layout
+    askers = plan[call.name].layout.ranks
     per_host = problem.cluster.devices_per_host
-    seconds = 0.0
-    places = [plan[name].layout.ranks for name in asks if name in plan.calls]
-    for answering, (i, rank) in product(places, enumerate(layout.ranks)):
-        if rank not in answering:
-            within_host = rank // per_host == answering[i % len(answering)] // per_host
-            message = rates.send(workload.question_bytes / 2, within_host=within_host)
-            seconds = max(seconds, 2 * (message + rates.efficiencies.message_seconds))
-    return workload.questions / layout.dp * seconds / (plan[call.name].ring or 1)
+    places: list[AnswerPlace] = []
+    for name in (name for name in asks if name in plan.calls):
+        answering = plan[name].layout.ranks
+        of_rank = [rank if rank in answering else answering[i % len(answering)]
+                   for i, rank in enumerate(askers)]
+        found = []
+        for rank, other in zip(askers, of_rank, strict=True):
+            within_host = rank // per_host == other // per_host
+            messages = None
+            if rank != other:
+                latency = 2 * rates.send(workload.question_bytes / 2, within_host=within_host)
+                messages = QuestionSeconds(*_handling(workload, rates), latency)
+            others = sum(far == rank != asker for asker, far in zip(askers, of_rank, strict=True))
+            found.append(AnswerPlace(messages, of_rank.count(other), others, within_host))
+        places = max(found, places, key=lambda one: sum(place.messages is not None for place in one))
+    return places
+
+
+def _handling(workload: Workload, rates: Rates) -> tuple[float, float]:
+    """Return the seconds in which the process that asks handles the messages of a question, and that which
+    answers: as measured, or else as estimated."""
+    if workload.slices is not None and workload.slices.messages is not None:
+        return workload.slices.messages.asking, workload.slices.messages.answering
+    return (rates.efficiencies.question_seconds,) * 2
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
@@ -311,7 +361,7 @@ def _waits(
                 np.maximum(same[i, j], released + needs.data[i, j], out=same[i, j])
             if np.isfinite(needs.late_data[i, j]):
                 np.maximum(before[i, j], released + needs.late_data[i, j], out=before[i, j])
-    for number, (i, j, lag) in enumerate(needs.weights):
+    for number, (i, j, lag, _) in enumerate(needs.weights):
         seconds_moving = 0.0 if moving is None else moving[:, number]
         matrix = before if lag else same
         np.maximum(matrix[i, j], call_seconds[j] + seconds_moving, out=matrix[i, j])
@@ -401,15 +451,18 @@ def times_of_plan(
 ) -> CallTimes:
     """Return the times and ranks of every call in one plan.
 
-    Calls in plain Python take what their workloads say, and the time of their questions, unless they are
-    among `call_seconds`. Those that the plan leaves out run on rank 0, as in a run.
+    Calls in plain Python take what `host_seconds` says, unless they are among `call_seconds`. Those that the
+    plan leaves out run on rank 0, as in a run.
     """
     layouts = [plan[call.name].layout if call.name in plan.calls else _RANK_0 for call in problem.calls]
-    host = {
-        call.name:
-            problem.workloads[call.name].seconds_on(layout.dp) + asking_seconds(problem, rates, plan, call)
-        for call, layout in zip(problem.calls, layouts, strict=True) if call.role is None}
-    seconds = [{**host, **call_seconds}[call.name] for call in problem.calls]
+    taken = {c.name: host_seconds(problem, rates, plan, c) for c in problem.calls if c.role is None}
+    taken |= call_seconds
+    for call in problem.calls:  # Another rank answers as long as the call runs.
+        for asked in call.work.asks if isinstance(call.work, HostFunction) else ():
+            if {call.name, asked} <= plan.calls.keys() and problem.workloads[call.name].slices is not None:
+                is_far = not set(plan[asked].layout.ranks) & set(plan[call.name].layout.ranks)
+                taken[asked] = max(taken[asked], taken[call.name] if is_far else 0.0)
+    seconds = [taken[call.name] for call in problem.calls]
     first = [min(layout.ranks) for layout in layouts]
     stop = [max(layout.ranks) + 1 for layout in layouts]
     return CallTimes(np.array([seconds]), np.array([first]), np.array([stop]))

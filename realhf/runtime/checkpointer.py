@@ -36,6 +36,7 @@ from realhf.models.param_spec import Region
 from realhf.runtime.compile.actions import role_of
 from realhf.runtime.compile.program import Program, described
 from realhf.runtime.execute.executor import RankState
+from realhf.runtime.execute.host_call import PARTS, is_in_parts
 from realhf.runtime.samples.sample_store import SampleStore
 from realhf.runtime.weights.model_store import HomeState, ModelStore
 from realhf.steps.step_runner import StepRunner
@@ -527,18 +528,46 @@ def _restore(
 def _host_states(checkpoint: Checkpoint, program: Program, rank: int) -> dict[str, dict[str, Any]]:
     """Return the states of the host calls that another plan puts on this rank.
 
-    Only the ranks of a call keep its state, so that no other rank saves one that is out of date. Each of them
-    gets that of the first rank on which the call ran.
+    Only the ranks of a call keep its state, so that no other rank saves one that is out of date.
     """
     layouts = {call.name: program.plan[call.name].layout for call in program.graph.of_kind("host")}
     for eval_set in program.evaluations:
         for call in eval_set.graph.of_kind("host"):
             layouts[eval_set.prefix + call.name] = eval_set.plan[call.name].layout
-    saved: dict[str, dict[str, Any]] = {}
-    for of_rank in reversed(checkpoint.manifest.ranks):
-        saved |= of_rank["host_states"]
-    ours = [name for name, layout in layouts.items() if name in saved and rank in layout]
-    return {name: dict(saved[name]) for name in ours}
+    found = {}
+    for name in (name for name, layout in layouts.items() if rank in layout):
+        saved = [of_rank["host_states"][name] for of_rank in checkpoint.manifest.ranks
+                 if name in of_rank["host_states"]]
+        if saved:
+            ranks = layouts[name].ranks
+            found[name] = state_of_share(saved, ranks.index(rank), len(ranks), call=name)
+    return found
+
+
+def state_of_share(
+    saved: Sequence[dict[str, Any]], share: int, num_shares: int, *, call: str
+) -> dict[str, Any]:
+    """Return the state of a host call on one of `num_shares` ranks, from those that ranks have saved.
+
+    Values of the form {"parts": {...}} (see `HostContext.state`) are joined over the ranks. If others differ,
+    there must be as many ranks as before; else a UserError is raised.
+    """
+    joined: dict[str, Any] = {}
+    for of_rank in reversed(saved):
+        for key, value in of_rank.items():
+            if is_in_parts(value):
+                before = joined.get(key)
+                value = {PARTS: (before[PARTS] if is_in_parts(before) else {}) | value[PARTS]}
+            joined[key] = value
+    apart = sorted(key for key, value in joined.items() if not is_in_parts(value)
+                   and any(of_rank.get(key, value) != value for of_rank in saved))
+    if not apart:
+        return joined
+    if len(saved) != num_shares:
+        raise UserError(
+            f"host call {call!r} ran on {len(saved)} ranks, whose states differ in {apart[0]!r}: resume with "
+            "a plan that has as many ranks for it, or keep what belongs to the rows of a rank in parts")
+    return joined | {key: saved[share][key] for key in apart if key in saved[share]}
 
 
 def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState) -> None:

@@ -16,7 +16,7 @@ from realhf.distributed.world import World
 from realhf.environments.vector import VectorSource
 from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
-from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.checkpointer import newest_checkpoint, state_of_share
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.asking import Asker, Later
 from realhf.runtime.trainer import Trainer
@@ -95,6 +95,34 @@ def test_resume_is_exact(tmp_path):
     run("cut", 4)
     resumed = run("cut", 6)
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def continued(world, out: Path, layouts: dict, steps: int) -> None:
+    """Train to a step, from the newest checkpoint if there is one; each question has one row.
+
+    Weights are those of one rank, so that products have the same rows under every plan.
+    """
+    num_playing = ExecutionPlan.from_dict({"calls": {"play": {"layout": layouts["play"]}}})["play"].layout.dp
+    calls = {name: {"layout": layout} for name, layout in layouts.items()}
+    calls["play"]["ring"] = SMALL["num_envs"] // num_playing
+    experiment = small("CartPole-v1", steps=5, checkpoint_every=1, eval_at_start=False)
+    program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=world.size)
+    program.experiment.steps = steps
+    start = newest_checkpoint(world, [*(out / "checkpoints").glob("step_*")])
+    Trainer(program, world, out=out, checkpoint=start, quiet=True).run()
+
+
+def playing_on(layout: str) -> dict[str, str]:
+    return {"play": layout, "act": layout, "scale": "d1@0", "agent_train": "d1@0"}
+
+
+def test_resume_on_other_ranks_is_exact(pool, tmp_path):
+    """Environments go on in the middle of episodes on 2, then on 4 ranks, and then on one again."""
+    pool.run(continued, tmp_path / "whole", playing_on("d1@0"), 5)
+    for steps, layout in enumerate(("d1@0", "d2@0-1", "d4@0-3", "d2@2-3", "d1@1"), start=1):
+        pool.run(continued, tmp_path / "cut", playing_on(layout), steps)
+    whole, cut = (load_file(tmp_path / name / "hf/step_5/model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
 
 
 def test_learns_to_balance():
@@ -255,15 +283,46 @@ def test_a_source_goes_on_where_it_was(processes):
     expected = rolled(source, 20)
     source.close()
     other = VectorSource(make, 4, ring=2, seed=3, processes=False, state=state)
-    assert max(state["episodes"]) > 0 and max(state["lengths"]) > 0
+    parts = state["parts"].values()
+    assert max(part["episode"] for part in parts) > 0 and max(part["length"] for part in parts) > 0
     np.testing.assert_array_equal(rolled(other, 20), expected)
 
 
 def test_a_state_of_other_environments_is_refused():
     make = partial(gymnasium.make, "CartPole-v1")
     state = VectorSource(make, 4, processes=False).state()
-    with pytest.raises(UserError, match=r"have the numbers \[1, 3\], and its state is of \[0, 1, 2, 3\]"):
-        VectorSource(make, 2, numbers=[1, 3], processes=False, state=state)
+    with pytest.raises(UserError, match=r"have the numbers \[1, 5\], and the state is of 0, 1, 2, 3: resume"):
+        VectorSource(make, 2, numbers=[1, 5], processes=False, state=state)
+
+
+def test_a_state_is_split_and_joined():
+    """Two sources go on with the environments of one, each with its own, and one with those of both."""
+    make = partial(gymnasium.make, "CartPole-v1")
+
+    def source(numbers, state=None):
+        return VectorSource(make, len(numbers), numbers=numbers, seed=3, processes=False, state=state)
+
+    whole = source([0, 1, 2, 3])
+    rolled(whole, 35)
+    state = whole.state()
+    expected = np.array(rolled(whole, 30))
+    halves = [source(numbers, state) for numbers in ([0, 2], [1, 3])]
+    shown = [np.array(rolled(half, 15)) for half in halves]
+    np.testing.assert_array_equal(shown[0], expected[:15, [0, 2]])
+    np.testing.assert_array_equal(shown[1], expected[:15, [1, 3]])
+    states = [{"source": half.state()} for half in halves]
+    joined = state_of_share(states, 0, 1, call="play")["source"]
+    np.testing.assert_array_equal(rolled(source([0, 1, 2, 3], joined), 15), expected[15:])
+
+
+def test_states_that_are_not_in_parts_need_as_many_ranks():
+    saved = [{"count": 3, "own": i, "of_rows": {"parts": {str(i): i}}} for i in range(2)]
+    assert state_of_share(saved, 1, 2, call="play") == {
+        "count": 3, "own": 1, "of_rows": {"parts": {"0": 0, "1": 1}}}
+    alike = [{**state, "own": 0} for state in saved]
+    assert state_of_share(alike, 2, 3, call="play")["own"] == 0
+    with pytest.raises(UserError, match="'play' ran on 2 ranks, whose states differ in 'own': resume with"):
+        state_of_share(saved, 0, 1, call="play")
 
 
 def test_slices_do_not_change_episodes():

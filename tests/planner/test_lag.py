@@ -46,7 +46,7 @@ class Trace:
         self.moves = {}  # trainer -> {user: seconds}
         self.sends, self.receives = {}, {}  # (trainer, rank) and user -> seconds without computing
         sending, receiving = space.needs.busy_shares
-        for (user, trainer, _), seconds in zip(
+        for (user, trainer, *_), seconds in zip(
             space.needs.weights, space.moving(np.array([chosen]))[0], strict=True
         ):
             alone = max(0.0, seconds - max(self.moves.get(trainer, {}).values(), default=0.0))

@@ -42,7 +42,7 @@ def walk(space, chosen):
     moving = space.moving(np.array([chosen]))[0]
     arrived, sends, receives = {}, {}, {}  # By trainer, by (trainer, rank), by user.
     sending, receiving = space.needs.busy_shares
-    for (user, trainer, _), amount in zip(space.needs.weights, moving, strict=True):
+    for (user, trainer, *_), amount in zip(space.needs.weights, moving, strict=True):
         alone = max(0.0, amount - arrived.get(trainer, 0.0))
         arrived[trainer] = max(amount, arrived.get(trainer, 0.0))
         receives[user] = receives.get(user, 0.0) + receiving * alone
@@ -58,7 +58,7 @@ def walk(space, chosen):
                 if np.isfinite(space.needs.data[i, j]):
                     start = max(start, ends[step, j] + space.needs.data[i, j])
             start += space.needs.receiving[i]
-            for (user, trainer, lag), amount in zip(space.needs.weights, moving, strict=True):
+            for (user, trainer, lag, _), amount in zip(space.needs.weights, moving, strict=True):
                 if user == i and step >= lag:
                     start = max(start, ends[step - lag, trainer] + amount)
             ends[step, i] = start + seconds
@@ -198,8 +198,9 @@ def test_copies_are_free_where_the_runtime_makes_them_of_others(seed):
     problem = replace(problem, workloads={  # Generation is in int8.
         name: replace(work, weights="int8") for name, work in problem.workloads.items()})
     layouts = [*users, home]
+    used = [("actor", problem.model_role(call)) for call in calls]
     times = arrivals(
-        Rates(CLUSTER), problem, calls[-1], placed(home), list(zip(calls, map(placed, layouts), strict=True)))
+        Rates(CLUSTER), problem, calls[-1], placed(home), list(zip(used, map(placed, layouts), strict=True)))
     parameters = ParameterSet("actor", "actor", trained=True)
     expected, elapsed = {}, 0.0
     copies = [
@@ -222,9 +223,10 @@ def test_copies_are_free_where_the_runtime_makes_them_of_others(seed):
 def test_undecided_layouts_count_nothing():
     problem = problem_of("generate", "forward", "train_step")
     calls = problem.calls
+    used = [("actor", problem.model_role(call)) for call in calls]
     home, other = placed("d4@0-3"), placed("t4@4-7")
     known, partly = (
-        arrivals(Rates(CLUSTER), problem, calls[2], home, list(zip(calls, layouts, strict=True)))
+        arrivals(Rates(CLUSTER), problem, calls[2], home, list(zip(used, layouts, strict=True)))
         for layouts in ((other, other, home), (other, None, home))
     )
     assert known[0] == known[1] > 0 and known[2] > known[1]
@@ -234,7 +236,8 @@ def test_undecided_layouts_count_nothing():
 def test_what_ranks_lose_to_reallocations_by_hand():
     """A generator on other ranks: the trainer's lose the sending, the generator's the receiving."""
     needs = dependencies(problem_of("generate", "train_step"), Rates(CLUSTER))
-    assert needs.weights == ((0, 1, 1), (1, 1, 1)) and needs.busy_shares == (20 / 132, 20 / 132)
+    assert needs.weights == ((0, 1, 1, "actor"), (1, 1, 1, "actor"))
+    assert needs.busy_shares == (20 / 132, 20 / 132)
     moving = np.array([[1.0, 1.5]])  # Half a second to gather at home, after one second to the generator.
     assert needs.durations(moving).tolist() == [[1.0, 0.5]]
     busy = needs.busy(moving, np.array([[0, 4]]), np.array([[4, 8]]))[0] * 132 / 20

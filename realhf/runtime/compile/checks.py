@@ -133,7 +133,8 @@ def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -
     if experiment.num_rounds > 1 and not graph.of_kind("generate"):
         raise ValueError(
             f"max_lag is {experiment.max_lag} and rounds {experiment.num_rounds}: without a generating call "
-            "max_lag must be at most 1, and rounds 1")
+            "max_lag must be at most 1, and rounds 1, as a host call that asks ends in the step in which it "
+            "begins: with a larger lag its samples would wait and grow older, and nothing would be faster")
 
 
 def check_asks(graph: DataflowGraph, parts: Mapping[str, Sequence[str]]) -> None:

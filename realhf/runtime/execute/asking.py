@@ -5,6 +5,7 @@ question is answered by itself and never joined with others: which of them wait 
 and a product of more rows may differ in its last bits.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,12 @@ from realhf.runtime.compile.actions import Ask
 from realhf.runtime.weights.engine_store import EngineStore
 
 Answer = Mapping[str, Any]
+_TRIED_ROWS = (1, 4, 16, 64)
+"""Numbers of rows for which a rank measures, once in a run, how long an answer takes."""
+_TRIES = 4
+"""Answers to each number of rows, of which the fastest counts."""
+_WARM = 16
+"""Questions of a call before that."""
 _OPEN_MESSAGES = 64
 """Most messages that a rank has sent and not waited for; only a wait frees the memory of one."""
 _ENVELOPE_BYTES = 4096
@@ -92,6 +99,68 @@ class Later:
             do()
 
 
+class Answers:
+    """The answers of this rank to forward calls, with the seconds that they take by their number of rows."""
+
+    def __init__(self, engines: EngineStore) -> None:
+        self._engines = engines
+        self._taken: dict[str, dict[int, list[float]]] = {}
+        """Call -> rows of a question -> how many there were, and seconds, since `take`."""
+        self._counts: dict[str, int] = {}
+        """Call -> answers in the whole run."""
+        self._tried: dict[str, list[tuple[int, float]]] = {}
+        """Call -> seconds of an answer to each number of `_TRIED_ROWS`."""
+
+    def answer(self, ask: Ask, rows: Batch) -> Answer:
+        """Return the answer of a call on this rank."""
+        name = ask.call.name
+        start = time.perf_counter()
+        answer = self._answer(ask, rows)
+        seconds = time.perf_counter() - start
+        taken = self._taken.setdefault(name, {}).setdefault(len(rows), [0.0, 0.0])
+        taken[0] += 1
+        taken[1] += seconds
+        self._counts[name] = self._counts.get(name, 0) + 1
+        if self._counts[name] == _WARM and len(rows):
+            tries = [[self._seconds(ask, rows, number) for number in _TRIED_ROWS] for _ in range(_TRIES)]
+            self._tried[name] = list(zip(_TRIED_ROWS, map(min, *tries), strict=True))
+        return answer
+
+    def _seconds(self, ask: Ask, rows: Batch, number: int) -> float:
+        """Return the seconds of an answer to so many rows, copies of the given ones."""
+        copies = rows.select([i % len(rows) for i in range(number)])
+        copies.ids = list(range(number))
+        start = time.perf_counter()
+        self._answer(ask, copies)
+        return time.perf_counter() - start
+
+    def take(self) -> dict[str, Any]:
+        """Return, as JSON, what was measured since the last call of this method; nothing if nothing was.
+
+        `answers` has for each call (rows, how many questions, their seconds in all), and `tried` has for
+        each call (rows, seconds), measured once in a run.
+        """
+        taken = {
+            name: [[rows, *figures] for rows, figures in sorted(by_rows.items())]
+            for name, by_rows in self._taken.items()}
+        self._taken = {}
+        return {"answers": taken, "tried": {name: self._tried.get(name, []) for name in taken}}
+
+    def _answer(self, ask: Ask, rows: Batch) -> Answer:
+        role = ask.call.role
+        assert role is not None, "forward calls have roles"
+        engine = self._engines[role, ask.layout]
+        assert isinstance(engine, ModuleEngine), "a role that is asked is a module"
+        answer = engine.answer(ask.call, rows, beside=self._engines.beside(ask.call, ask.layout))
+        for key, column in answer.items():
+            if not isinstance(column, Tensor) or len(column) != len(rows):
+                has = f"{len(column)} entries" if isinstance(column, Tensor) else type(column).__name__
+                raise UserError(
+                    f"call {ask.call.name!r} answers {has} of {key!r}: it must be a tensor with one entry "
+                    f"for each of the {len(rows)} rows")
+        return {key: column.cpu() for key, column in answer.items()}
+
+
 class Asker:
     """Asks forward calls on behalf of one run of a host call on this rank.
 
@@ -99,9 +168,14 @@ class Asker:
     something else, such as an environment.
     """
 
-    def __init__(self, world: World, engines: EngineStore, asks: Sequence[Ask]) -> None:
+    def __init__(self, world: World, answers: Answers, asks: Sequence[Ask]) -> None:
         self._world = world
-        self._engines = engines
+        self._answers = answers
+        self.cpu_seconds = dict.fromkeys(("calling", "answering", "sending", "receiving", "acting"), 0.0)
+        """CPU seconds of the thread that asks, in all, for this rank's answers to itself, and to send
+        questions; and of the thread that receives, to do that, and then to unpack answers and call the
+        functions of `Later.then`."""
+        self._cpu_start = time.thread_time()
         self._answering: AbstractContextManager[Any] = Lock()
         """Held while this rank answers a question, as its own and those of others come in two threads."""
         self._all_asks = asks
@@ -146,9 +220,12 @@ class Asker:
         rank = ask.answering(self._world.rank)
         if rank == self._world.rank:
             with self._answering:
-                answer = _answer(self._engines, ask, batch)
+                start = time.thread_time()
+                answer = self._answers.answer(ask, batch)
+                self.cpu_seconds["answering"] += time.thread_time() - start
             (later := Later(unseen=self._unseen)).complete(lambda: answer)
             return later
+        start = time.thread_time()
         later = Later(lambda: self._world.process.waiting([rank]), self._unseen)
         self._open[rank].append(later)
         self._raise_fault()  # The thread sets the fault before it looks at what is open.
@@ -157,11 +234,13 @@ class Asker:
             self._receiver = Thread(target=self._receive_all, name="answers", daemon=True)
             self._receiver.start()
         self._awaited.put(True)
+        self.cpu_seconds["sending"] += time.thread_time() - start
         return later
 
     def _receive_all(self) -> None:
         """Receive an answer for each question, from whichever rank it comes."""
         _use_device(self._world)
+        start = time.thread_time()
         while self._awaited.get():
             try:
                 rank, data = self._mail.receive()
@@ -171,7 +250,12 @@ class Asker:
                     for later in list(waiting):
                         later.complete(self._raise_fault)
                 return
+            received = time.thread_time()
             self._open[rank].popleft().complete(partial(_fields, data))
+            acted = time.thread_time()
+            self.cpu_seconds["receiving"] += received - start
+            self.cpu_seconds["acting"] += acted - received
+            start = acted
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
@@ -189,6 +273,7 @@ class Asker:
         for rank in self._mail.ranks:
             self._mail.send(rank, _question(0, Batch([])))
         self._mail.close()
+        self.cpu_seconds["calling"] = time.thread_time() - self._cpu_start
 
     @contextmanager
     def answering_others(self) -> Iterator[None]:
@@ -198,7 +283,7 @@ class Asker:
         def answer() -> None:
             try:
                 _use_device(self._world)
-                answer_all(self._world, self._engines, self._all_asks, answering=self._answering)
+                answer_all(self._world, self._answers, self._all_asks, answering=self._answering)
             except BaseException as error:
                 self._fault = error
 
@@ -272,7 +357,7 @@ def asked_by(world: World, asks: Sequence[Ask]) -> list[int]:
 
 
 def answer_all(
-    world: World, engines: EngineStore, asks: Sequence[Ask], *,
+    world: World, answers: Answers, asks: Sequence[Ask], *,
     answering: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Answer the ranks of a host call that ask this one, as their questions come, until all have ended.
@@ -289,21 +374,6 @@ def answer_all(
             mail.ranks = tuple(one for one in mail.ranks if one != rank)
             continue
         with answering:
-            answer = _answer(engines, asks[int(question[0])], rows)
+            answer = answers.answer(asks[int(question[0])], rows)
         mail.send(rank, Batch(rows.ids, dict(answer)).pack())
     mail.close()
-
-
-def _answer(engines: EngineStore, ask: Ask, rows: Batch) -> Answer:
-    role = ask.call.role
-    assert role is not None, "forward calls have roles"
-    engine = engines[role, ask.layout]
-    assert isinstance(engine, ModuleEngine), "a role that is asked is a module"
-    answer = engine.answer(ask.call, rows, beside=engines.beside(ask.call, ask.layout))
-    for key, column in answer.items():
-        if not isinstance(column, Tensor) or len(column) != len(rows):
-            has = f"{len(column)} entries" if isinstance(column, Tensor) else type(column).__name__
-            raise UserError(
-                f"call {ask.call.name!r} answers {has} of {key!r}: it must be a tensor with one entry for "
-                f"each of the {len(rows)} rows")
-    return {key: column.cpu() for key, column in answer.items()}

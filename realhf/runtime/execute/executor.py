@@ -33,7 +33,7 @@ from realhf.runtime.compile.actions import (
     outside_producers,
 )
 from realhf.runtime.compile.program import PredictedMemory
-from realhf.runtime.execute.asking import Asker, answer_all, asked_by
+from realhf.runtime.execute.asking import Answers, Asker, answer_all, asked_by
 from realhf.runtime.execute.host_call import Agreements, HostContext, call_host_function
 from realhf.runtime.execute.meters import MemoryMeter, generate_flops, pass_flops, sampled_tokens
 from realhf.runtime.records.step_record import Event, StepRecord
@@ -139,6 +139,7 @@ class Executor:
         actions = [action for part in program.parts.values() for action in part]
         self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
         self._agreements = Agreements(state.world)
+        self._answers = Answers(state.models.engines)
         self.memory = MemoryMeter(state.world, state.models.engines, self._observed.predicted_memory)
         self._record = StepRecord()
         self._arrivals = Arrivals()
@@ -533,9 +534,9 @@ class Executor:
         """Answer the questions of a host call on other ranks, until it has ended on all of them."""
         asks = [ask for ask in action.asks if ask.far(self._world.rank)]
         with ExitStack() as stack:
-            for ask in asks:
-                stack.enter_context(self._running(Run(ask.call, ask.layout)))
-            answer_all(self._world, self._models.engines, action.asks)
+            events = [stack.enter_context(self._running(Run(ask.call, ask.layout))) for ask in asks]
+            answer_all(self._world, self._answers, action.asks)
+            events[0]["asking"] = self._answers.take()
 
     def _run_host(self, action: Run, minibatches: list[Batch]) -> None:
         """Call a host function and store its outputs."""
@@ -546,21 +547,26 @@ class Executor:
         doing = self._world.process.doing(call.name)
         of_call = self._context.of_call(
             self._program.prefix + call.name, ring=self._program.plan[call.name].ring)
-        with doing, timed, of_call as context, ExitStack() as stack:
+        with doing, timed as event, of_call as context, ExitStack() as stack:
             for ask in action.asks:
                 if self._world.rank in ask.layout:
                     stack.enter_context(self._weights(Run(ask.call, ask.layout)))
-            context.asker = Asker(self._world, self._models.engines, action.asks)
+            context.asker = Asker(self._world, self._answers, action.asks)
             stack.enter_context(context.asker.answering_others())
             result = call_host_function(call, batch, context)
             context.asker.close()
+            if action.asks:
+                cpu_seconds = {f"{what}_cpu_seconds": n for what, n in context.asker.cpu_seconds.items()}
+                event["asking"] = {**self._answers.take(), **cpu_seconds, **context.taken}
         work = call.work_as(HostFunction)
         if work.filters or work.decides:
             agreed = {"passed": result.batch.ids, "decision": result.decision}
             self._agreements.post(call.name, self._operation, agreed)
         if batch.ids:
-            metrics = result.metrics.items()
-            self._record.metrics += [(name, value, float(len(batch))) for name, value in metrics]
+            metrics: dict[str, float] = {
+                f"version/{ask.call.name}": context.version(ask.call.name) for ask in action.asks}
+            metrics |= result.metrics
+            self._record.metrics += [(name, value, float(len(batch))) for name, value in metrics.items()]
         self._put(call.name, result.batch)
 
     def _put(self, call: str, batch: Batch) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ from realhf.graph import FunctionCall
 from realhf.signals import time_limit
 from realhf.user_input.field_types import require_own_name
 
+PARTS = "parts"
+"""The only key of a value of a state that has parts (see `is_in_parts`)."""
+
+
+def is_in_parts(value: Any) -> TypeGuard[dict[str, dict[str, Any]]]:
+    """Return whether a value of a state has parts that are joined over ranks (see `HostContext.state`)."""
+    return isinstance(value, dict) and set(value) == {PARTS} and isinstance(value[PARTS], dict)
+
 
 @dataclass
 class HostContext:
@@ -33,13 +41,19 @@ class HostContext:
     updates: dict[str, int] = field(default_factory=dict)
     """Train steps of each role so far."""
     state: dict[str, Any] = field(default_factory=dict)
-    """JSON values that the present call keeps from step to step on this rank."""
+    """JSON values that the present call keeps from step to step on this rank.
+
+    A value {"parts": {name: JSON}} has a part for each of the things that this rank has of several ranks'. In
+    a run that resumes with the call on other ranks, each of them gets the parts of all.
+    """
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The `state` of every host call of this rank, by its name; checkpoints hold them."""
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """`run.state` of the step program, equal on all ranks; host functions may only read it."""
     ring: int | None = None
     """The `ring` of the present call in the plan: slices of its environments; None: the function's choice."""
+    taken: dict[str, float] = field(default_factory=dict)
+    """What the present call has measured of its own work (see `measured`)."""
     asker: Any = None
     """Asks forward calls for the present call (see `runtime.execute.asking`)."""
     scored_samples: list[dict[str, Any]] = field(default_factory=list)
@@ -50,8 +64,16 @@ class HostContext:
         """Let `state` and `ring` be those of a call; no other call sees them, wherever a plan puts it."""
         self.state = self.states.setdefault(name, {})
         self.ring = ring
+        self.taken = {}
         yield self
         self.states[name] = json_state(self.state, f"host call {name!r}: context.state")
+
+    def measured(self, figures: Mapping[str, float]) -> None:
+        """Add figures, by name, to what the run records of the present call if it asks others.
+
+        The planner uses those of `environments.vector.VectorSource.taken`, or others of the same names.
+        """
+        self.taken |= figures
 
     def ask(self, call: str, rows: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what a forward call answers to some rows: tensors, by name.

@@ -34,7 +34,7 @@ from realhf.layout import Layout
 from realhf.runtime.compile.actions import Ask, spec_of
 from realhf.runtime.compile.program import Program
 from realhf.runtime.compile.step_trial import PartCount
-from realhf.runtime.execute.asking import Asker
+from realhf.runtime.execute.asking import Answers, Asker
 from realhf.runtime.execute.host_call import HostContext, call_host_function
 from realhf.signals import time_limit
 
@@ -289,7 +289,7 @@ class _Trial:
         over = _TooLong()
         try:
             with context.of_call(call.name), time_limit(_PLAY_SECONDS, lambda: over):
-                context.asker = Asker(self._world, self._engines, asks)  # type: ignore[arg-type]
+                context.asker = Asker(self._world, Answers(self._engines), asks)  # type: ignore[arg-type]
                 result = call_host_function(call.with_work(timeout_seconds=None), rows, context)
         except (UserError, _TooLong) as error:
             if over not in (error, error.__cause__):

@@ -48,6 +48,9 @@ class Event(EventOf):
     cpu_seconds: NotRequired[float]
     """CPU seconds of this process in between; a reallocation has none, as it runs beside other work."""
 
+    asking: NotRequired[dict[str, Any]]
+    """Answers of this rank, and what a call that asks has measured (see runtime.execute.asking.Answers)."""
+
     # A call on a model; MemoryMeter measures its memory.
     num_tokens: NotRequired[int]
     """Tokens sampled or trained on."""
