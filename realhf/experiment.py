@@ -306,6 +306,8 @@ class Expected:
 
     prompt_tokens: int | None = None  # The mean; None: measured on the dataset.
     longest_prompt_tokens: int | None = None  # None: measured with the mean, or equal to the mean above.
+    common_prompt_tokens: int | None = None
+    """Tokens with which all prompts begin, such as a system message. None: measured with the mean, or 0."""
     response_tokens: int | None = None
     """The mean, with `turns` of each turn. None: that of `lengths_from`, or as many as sampling allows, or
     measured on the dataset."""

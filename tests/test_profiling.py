@@ -10,20 +10,30 @@ import pytest
 import torch
 
 from realhf.algorithms.sft import CrossEntropy
-from realhf.calls import Generate, SamplingConfig, TrainStep
+from realhf.calls import Generate, Output, SamplingConfig, TrainStep
 from realhf.cli.plan import this_machine
 from realhf.cluster import num_cores
+from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
 from realhf.graph import FunctionCall
-from realhf.layout import ParallelStrategy
+from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.models.param_spec import model_spec
 from realhf.planner.call_cost import CallCost
+from realhf.planner.problem import ModelRole
 from realhf.planner.profile import COLLECTIVES, Profile, Table
 from realhf.planner.rates import Rates
+from realhf.planner.shard import packed_params
 from realhf.profiling import clock
 from realhf.profiling.clock import Clock, describe, measure_memory
-from realhf.profiling.engine_calls import DecodingRows, EngineCalls, MeasuredModel, Sizes, prompts
+from realhf.profiling.engine_calls import (
+    DecodingRows,
+    EngineCalls,
+    MeasuredModel,
+    PackedModel,
+    Sizes,
+    prompts,
+)
 from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.measure import Bench, whole_calls, with_whole_calls
 from tests.models.test_shipped_models import NUM_PARAMS
@@ -70,6 +80,28 @@ def test_rows_attend_to_blocks_of_their_own_but_where_they_share_a_prompt(
     assert changed.sum() == 6, "every row writes one token, to a block of its own"
     rows.reading()()
     assert (rows._cache.layers[0] != before[0]).any(-1).any(-1).any(0).sum() == 6 + num_prompts * 130
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_decode_with_packed_weights_as_in_a_generation(monkeypatch, tied):
+    """The copies are those that a generation makes and drops, and give the same hidden states."""
+    monkeypatch.setattr(chunk_sizes, "LEAST_PACKED_NUMEL", 2000)
+    work = Generate(SamplingConfig(max_new_tokens=2))
+    config = ModelConfig.from_hf(hf_config(tied=tied))
+    call = FunctionCall("g", inputs=("prompt_ids",), outputs=("a", "b", "c", "d"), role="role", work=work)
+    calls = EngineCalls(MeasuredModel(config, "float32", (call,)), World())
+    engine = calls.engine(3, Output.LOGPROBS, Layout.parse("d1@0"), trains=False)
+    packed = PackedModel(engine.model)
+    calls.generate(engine, 2, 8, 2)()
+    assert engine.model.packed_bytes == 0
+    assert packed.model.packed_bytes == engine.last_packed_bytes == 4 * packed.packed_params > 0
+    role = ModelRole(engine.model.config, "float32")
+    assert packed.packed_params == packed_params(role, ParallelStrategy(), 0)
+    assert sum(copy.num_bytes for copy in packed.pack()) == packed.model.packed_bytes
+    states = [
+        DecodingRows(model, 4, prompt_tokens=20, num_prompts=4).decode(steps=1)
+        for model in (packed.model, engine.model)]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
 
 
 @functools.cache

@@ -32,12 +32,13 @@ from realhf.data.dataset import (
     ArrayDataset,
     DatasetConfig,
     DatasetMixture,
-    completion_columns,
     reads_pairs,
 )
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.row_files import is_of_hub
 from realhf.data.rows import load_rows
+from realhf.data.sequence_tokens import Oddities
+from realhf.data.tokenized import RowCounts, RowTokenizer, texts_of
 from realhf.environments.rollouts import EnvironmentTurnSourceFactory
 from realhf.execution_plan import ExecutionPlan, home_layouts
 from realhf.experiment import Evaluation, Expected, Experiment, Role, named_sets
@@ -75,41 +76,43 @@ def sequence_lengths(experiment: Experiment, limit: int, *, turns: Turns | None 
     if turns is not None:
         whole = turns.whole(limit)
         mean = expected.prompt_tokens
-        prompts = _measured(experiment, limit)[0] if mean is None else None
+        measured = _measured(experiment, limit) if mean is None else None
         alike = expected.length_correlation
         if alike is None and expected.lengths_from is not None:
             alike = _alike_in(_rollouts_of(expected.lengths_from))
-        return _fields(expected, prompts, whole, whole.mean, limit, alike) | {"turns": turns}
+        return _fields(expected, measured, whole, whole.mean, limit, alike) | {"turns": turns}
     _check(expected, limit)
+    measured = None
     responses = None
     alike = expected.length_correlation
     if expected.lengths_from is not None:
-        responses, measured = _lengths_of_run(expected.lengths_from, limit)
-        alike = measured if alike is None else alike
+        responses, alike_in_run = _lengths_of_run(expected.lengths_from, limit)
+        alike = alike_in_run if alike is None else alike
     response = expected.response_tokens or (responses.mean if responses is not None else limit or None)
-    prompts = None
     if expected.prompt_tokens is None or response is None:
-        prompts, completions, completions_alike = _measured(experiment, limit)
-        if expected.prompt_tokens is not None:
-            prompts = None
+        measured = _measured(experiment, limit)
         if response is None:
-            responses = completions
-            alike = completions_alike if alike is None else alike
-            response = completions.mean
+            responses = measured.completions
+            alike = measured.completions_alike if alike is None else alike
+            response = responses.mean
     if expected.response_p99 is not None:
         try:
             responses = long_tail(response, expected.response_p99, limit)
         except ValueError as error:
             raise ValueError(f"expected.response_tokens and expected.response_p99: {error}") from error
         response = responses.mean
-    return _fields(expected, prompts, responses, response, limit, alike)
+    return _fields(expected, measured, responses, response, limit, alike)
 
 
 def _fields(
-    expected: Expected, prompts: Lengths | None, responses: Lengths | None, response: float, limit: int,
+    expected: Expected, measured: "_Measured | None", responses: Lengths | None, response: float, limit: int,
     alike: float | None,
 ) -> dict[str, Any]:
     """Return these lengths as fields of a Workload; those of the prompts may be given by `expected`."""
+    prompts = measured.prompts if measured is not None and expected.prompt_tokens is None else None
+    common = expected.common_prompt_tokens
+    if common is None:
+        common = measured.common_prompt_tokens if measured is not None and prompts is not None else 0
     prompt = float(expected.prompt_tokens or (prompts.mean if prompts is not None else 0))
     longest_prompt = expected.longest_prompt_tokens or (0 if prompts is None else prompts.limit)
     return {
@@ -117,7 +120,7 @@ def _fields(
         "max_new_tokens": limit or (round(response) if responses is None else responses.limit),
         "prompt_lengths": prompts, "response_lengths": responses,
         "alike": USUALLY_ALIKE if alike is None else alike,
-        "longest_prompt_tokens": float(longest_prompt)}
+        "longest_prompt_tokens": float(longest_prompt), "common_prompt_tokens": float(common)}
 
 
 def _check(expected: Expected, limit: int) -> None:
@@ -132,6 +135,10 @@ def _check(expected: Expected, limit: int) -> None:
         require(
             mean is not None and longest >= mean, "expected.longest_prompt_tokens", longest,
             "be at least expected.prompt_tokens")
+    common = expected.common_prompt_tokens
+    require(common is None or common >= 0, "expected.common_prompt_tokens", common, "be at least 0")
+    if common is not None and mean is not None:
+        require(common <= mean, "expected.common_prompt_tokens", common, "be at most expected.prompt_tokens")
     response, p99 = expected.response_tokens, expected.response_p99
     if response is not None and limit and response > limit:
         raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
@@ -257,9 +264,19 @@ def most_response_tokens(graph: DataflowGraph, turns: Turns | None) -> int:
     return max(limit, turns.counts.limit * per_turn)
 
 
-def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, float]:
-    """Return the lengths of the dataset's prompts and completions, without chat templates, and how much the
-    completions of a row resemble each other in length."""
+class _Measured(NamedTuple):
+    """Lengths in tokens of the rows of a dataset."""
+
+    prompts: Lengths
+    completions: Lengths
+    completions_alike: float
+    """How much the completions of a row resemble each other in length."""
+    common_prompt_tokens: int
+    """Tokens with which all prompts begin."""
+
+
+def _measured(experiment: Experiment, limit: int) -> _Measured:
+    """Return the lengths of the dataset's rows, tokenised as a run does it: prompts up to what is learned."""
     unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
                if getattr(experiment.expected, name) is None and (name == "prompt_tokens" or not limit)]
     options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
@@ -270,28 +287,34 @@ def _measured(experiment: Experiment, limit: int) -> tuple[Lengths, Lengths, flo
     keys = [prompt, *(key for key in ("sequence_ids", IS_CHOSEN) if key in inputs)]
     try:
         rows = [load_rows(part, keys)[:_ROWS] for part in dataset.parts]
+        directory = experiment.tokenizer_dir()
+        if not (Path(directory) / "tokenizer.json").exists():
+            raise ValueError(f"tokenizer {directory!r} has no tokenizer.json")
+        tokenizer = LightTokenizer(directory)
+        samples: list[list[dict[str, Any]]] = []
+        for part, part_rows in zip(dataset.parts, rows, strict=True):
+            tokens = RowTokenizer(part, tokenizer, keys=keys, counts=RowCounts(), oddities=Oddities())
+            tokenized = (tokens.samples(texts_of(row, part, keys)) for row in part_rows)
+            samples += [of_row for of_row in tokenized if of_row]
     except ValueError as error:
         raise ValueError(f"{error}; {hint}") from error
-    directory = experiment.tokenizer_dir()
-    if not (Path(directory) / "tokenizer.json").exists():
-        raise ValueError(f"tokenizer {directory!r} has no tokenizer.json; {hint}")
-    tokenizer = LightTokenizer(directory)
-    texts: tuple[list[str], list[str]] = ([], [])
-    for part, part_rows in zip(dataset.parts, rows, strict=True):
-        completions = completion_columns(part, inputs) or [part.completion_key]
-        for column_texts, keys in zip(texts, ([part.prompt_key], completions), strict=True):
-            column_texts += [_text(row[key]) for row in part_rows for key in keys if key in row]
-    prompts, responses = ([len(tokenizer.encode(text)) for text in column or [""]] for column in texts)
-    longest = min(max(prompts), dataset.max_prompt_tokens)
-    per_row = len(completion_columns(dataset.parts[0], inputs)) or 1
-    by_row = [responses[i : i + per_row] for i in range(0, len(responses), per_row)]
-    # A completion has one more token for the end of the sequence.
-    whole = observed([length + 1 for length in responses])
-    return observed(prompts, max(1, longest)), whole, alike_share(by_row)
+    learned = [[sum(map(bool, one.get("response_mask", ()))) for one in of_row] for of_row in samples]
+    before = [
+        len(one.get("sequence_ids", one["prompt_ids"])) - count
+        for of_row, counts in zip(samples, learned, strict=True)
+        for one, count in zip(of_row, counts, strict=True)]
+    return _Measured(
+        observed(before or [1]), observed([count for counts in learned for count in counts] or [1]),
+        alike_share(learned), _common_length([of_row[0]["prompt_ids"] for of_row in samples]))
 
 
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
+def _common_length(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens all prompts begin with."""
+    if not prompts:
+        return 0
+    first, last = min(prompts), max(prompts)  # All others are between them in dictionary order.
+    pairs = zip(first, last, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
 
 
 _EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.

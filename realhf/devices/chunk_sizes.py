@@ -22,6 +22,8 @@ LEAST_PACKED_NUMEL = 1 << 18
 LEAST_PREFIX = 16
 """Sequences share what they begin with if it has this many tokens: each prefix takes some calls of kernels in
 every layer."""
+LEAST_SHARE = 0.1
+"""The share of the tokens of a pass that must be saved by computing what sequences begin with once."""
 EXPANDED_TOKENS = 8192
 """Cached latents whose keys and values are computed at a time, for the later pieces of long prompts."""
 OPTIMIZER_SLICE_NUMEL = 1 << 24

@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 
 from realhf.attention.interface import Prefix, num_common_tokens
 from realhf.data.batch import Batch, Packed
-from realhf.devices.chunk_sizes import LEAST_PREFIX
+from realhf.devices.chunk_sizes import LEAST_PREFIX, LEAST_SHARE
 from realhf.nn.transformer import Transformer
 
 Integers = NDArray[np.int64]
-_LEAST_SHARE = 0.1
-"""This share of the tokens must be saved."""
 
 
 class PassTokens(NamedTuple):
@@ -92,7 +90,7 @@ def _shared(tokens: Packed, prompt_lens: Sequence[int]) -> PassTokens | None:
     num_common = num_common_tokens([prompts[i] for i in leaders])
     saved = num_common * (len(leaders) - 1)
     saved += sum(len(prompts[group[0]]) * (len(group) - 1) for group in groups)
-    if saved < _LEAST_SHARE * len(tokens.values):
+    if saved < LEAST_SHARE * len(tokens.values):
         return None
     pieces.add(leaders[:1])
     pieces.add(leaders[1:], behind=leaders[0], num_shared=num_common)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.devices.chunk_sizes import LEAST_PREFIX
+from realhf.devices.chunk_sizes import LEAST_PREFIX, LEAST_SHARE
 from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy, even_split
@@ -26,7 +26,14 @@ from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, expected_maximum
 from realhf.planner.rows import RankRows
-from realhf.planner.shard import exchanged, held_params, num_states, trained_params, weights_bytes
+from realhf.planner.shard import (
+    exchanged,
+    held_params,
+    num_states,
+    packed_params,
+    trained_params,
+    weights_bytes,
+)
 from realhf.planner.shared_cores import SharedCores
 from realhf.planner.slowest_replica import Rollout, decode_steps
 from realhf.planner.turns import with_waits
@@ -246,7 +253,7 @@ class _Estimate:
         if rank_rows.held < rank_rows.slots:
             slots = max(1.0, min(slots, rank_rows.held * rank_rows.num_cohorts))
         waves = live / slots  # How often all slots are filled.
-        tokens, squared = prefilled(work, slots / cohorts)
+        tokens, squared = prefilled(work, slots / cohorts, shares_prefixes=self._shares_prefixes)
         passes = max(1.0, tokens / work.prefill_tokens)
         block = self.rates.block(
             self.role, self.groups.tp, self.groups.ep, tokens=tokens / passes, squared=squared / passes
@@ -267,9 +274,17 @@ class _Estimate:
             "restarts": restarts,
             "decode": scale * float(compute_K @ num_steps_K),
             self.groups.within: scale * float(communication_K @ num_steps_K)}
-        seconds = prefill + restarts + decode
+        packing = 0.0
+        if self.rates.cluster.device_type == "cpu":
+            packing = max(
+                self.rates.packing(
+                    self.role, self.groups.tp, self.groups.ep,
+                    params=packed_params(self.role, self.strategy, stages.stage))
+                for stages in self._stages)
+            by_cause["packing"] = packing
+        seconds = packing + prefill + restarts + decode
         by_cause[_WAITING] = max(0.0, seconds - sum(by_cause.values()))
-        mean = prefill + restarts + steps.of_mean(step_K)
+        mean = packing + prefill + restarts + steps.of_mean(step_K)
         if work.turns is not None:
             turns = work.turns
             returns = live * turns.num_returns
@@ -366,39 +381,28 @@ class _Estimate:
     @cached_property
     def _micro_batch(self) -> MeanMicroBatch:
         limit = self.call_plan.micro_batch_tokens
+        shares = self._shares_prefixes and self.knows_prompts
         micro = mean_micro_batch(
-            self.work, self.strategy, limit, attention=self.role.attention_share)
-        samples = self._samples_that_share
-        if samples > 1:
-            prompts = micro.tokens / self.work.tokens / samples
-            copies = prompts * (samples - 1)
-            micro = micro._replace(
-                tokens=micro.tokens - copies * self.work.prompt_tokens,
-                squared_tokens=micro.squared_tokens - copies * self.work.prompt_tokens**2)
+            self.work, self.strategy, limit, attention=self.role.attention_share, shares_prompts=shares)
+        if shares:
+            saved = saved_by_sharing(self.work, micro.num_samples, micro.num_prompts)
+            if saved.tokens >= LEAST_SHARE * micro.tokens:
+                micro = micro._replace(
+                    tokens=micro.tokens - saved.tokens, squared_tokens=micro.squared_tokens - saved.squared)
         if self.rates.path.of_role(self.role.config).pads_stages and self.strategy.pp > 1:
             micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
         if self.strategy.vp > 1:  # Empty micro-batches are added.
             micro = micro._replace(num_micro_batches=max(micro.num_micro_batches, self.strategy.pp))
         return micro
 
-    @property
-    def _samples_that_share(self) -> float:
-        """Return how many samples of a prompt are in one micro-batch, in which their prompt passes once.
-
-        What different prompts begin with is not known.
-        """
+    @cached_property
+    def _shares_prefixes(self) -> bool:
+        """Whether what several sequences of a pass begin with is computed once."""
         config = self.role.config
-        work = self.work
-        longest = math.ceil(work.longest_prompt + work.max_new_tokens)
-        shares = self.rates.path.of_role(config).shares_prefixes
-        shares = shares and not isinstance(config, TransformersConfig)
-        shares = shares and work.prompt_tokens >= LEAST_PREFIX and self.knows_prompts
-        if not shares or self.strategy.cp > 1 or not config.can_share_prefixes(longest):
-            return 1.0
-        in_replica: float = work.samples_per_prompt
-        if work.group_size == 1:  # Samples are dealt out one by one.
-            in_replica = in_replica / self.strategy.dp
-        return max(1.0, min(in_replica, self.call_plan.micro_batch_tokens / work.tokens))
+        if isinstance(config, TransformersConfig) or self.strategy.cp > 1:
+            return False
+        longest = math.ceil(self.work.longest_prompt + self.work.max_new_tokens)
+        return self.rates.path.of_role(config).shares_prefixes and config.can_share_prefixes(longest)
 
     @cached_property
     def _stages(self) -> tuple[_EqualStages, ...]:
@@ -470,15 +474,39 @@ class _Estimate:
 # Rows of a generation
 
 
-def prefilled(work: Workload, rows: float) -> tuple[float, float]:
+class SavedTokens(NamedTuple):
+    """Tokens that need not pass, and the difference of the sums of squared lengths with and without them."""
+
+    tokens: float = 0.0
+    squared: float = 0.0
+
+
+def saved_by_sharing(work: Workload, num_samples: float, num_prompts: float) -> SavedTokens:
+    """Return what is saved by a pass over some samples in which each prompt is computed once, and once what
+    all of them begin with (engine/shared_prefixes.py)."""
+    copies = max(0.0, num_samples - num_prompts) if work.prompt_tokens >= LEAST_PREFIX else 0.0
+    others = max(0.0, num_prompts - 1) if work.common_prompt_tokens >= LEAST_PREFIX else 0.0
+    return SavedTokens(
+        copies * work.prompt_tokens + others * work.common_prompt_tokens,
+        copies * work.prompt_tokens**2 + others * work.common_prompt_tokens**2)
+
+
+def prefilled(work: Workload, rows: float, *, shares_prefixes: bool = False) -> tuple[float, float]:
     """Return the tokens to prefill for rows of all ages, and the sum of their squared lengths.
 
-    In the first round, the samples of a prompt share its prefill. In each later round, a row is prefilled
-    with its prompt and the tokens of its earlier rounds.
+    In the first round, the samples of a prompt share its prefill, and where a pass `shares_prefixes`, its
+    prompts share what all of them begin with. In each later round, a row is prefilled with its prompt and the
+    tokens of its earlier rounds.
     """
     rows_by_age = rows * (work.round.ages / work.round.num_rows)
-    tokens = max(1.0, rows_by_age[0] / work.samples_per_prompt) * work.prompt_tokens
+    num_prompts = max(1.0, rows_by_age[0] / work.samples_per_prompt)
+    tokens = num_prompts * work.prompt_tokens
     squared = tokens * work.prompt_tokens
+    if shares_prefixes:
+        in_pass = num_prompts / max(1.0, tokens / work.prefill_tokens)
+        saved = saved_by_sharing(work, in_pass, in_pass)
+        tokens -= num_prompts / in_pass * saved.tokens
+        squared -= num_prompts / in_pass * saved.squared
     lengths = work.prompt_tokens + work.round_tokens * np.arange(1, work.rounds)
     tokens += float(rows_by_age[1:] @ lengths)
     return tokens, squared + float(rows_by_age[1:] @ lengths**2)

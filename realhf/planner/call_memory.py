@@ -24,7 +24,6 @@ from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
 from realhf.execution_plan import CallPlan
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import padded_size
-from realhf.models.model_config import TransformersConfig
 from realhf.planner.efficiencies import OUR_CUDA
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
@@ -510,15 +509,11 @@ class GenerationMoments:
         return float(role.itemsize * numel)
 
     def _packed_bytes(self, stage: Stage) -> float:
-        """Return the bytes of the weights that a CPU packs. The transformers engine packs none."""
+        """Return the bytes of the weights that a CPU packs."""
         pieces = self._pieces
-        role = pieces.role
-        if not pieces.packed_itemsize or isinstance(role.config, TransformersConfig):
+        if not pieces.packed_itemsize:
             return 0.0
-        merged = role.lora if role.lora is not None and role.lora.merge else None
-        return pieces.packed_itemsize * float(packed_params(
-            role.config, pieces.strategy, stage.number, merged=merged, int8=role.int8,
-            widens_head=role.widens_head))
+        return pieces.packed_itemsize * float(packed_params(pieces.role, pieces.strategy, stage.number))
 
     def _graph_bytes(self, stage: Stage) -> float:
         """Return the bytes of the recorded decode steps of a GPU, one for each padded number of rows.

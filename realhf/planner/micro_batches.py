@@ -39,6 +39,8 @@ class MeanMicroBatch(NamedTuple):
     tokens: float
     squared_tokens: float  # Sum of the squared lengths of its sequences.
     output_tokens: float  # Positions whose logits are computed.
+    num_samples: float
+    num_prompts: float  # Different prompts among its samples.
     largest: float = 1.0  # The cost of the largest one, relative to the mean.
     mean_share: float = 1.0  # The cost of a mean rank's part, relative to that of the slowest one.
 
@@ -56,27 +58,44 @@ class LargestMicroBatch(NamedTuple):
 
 
 def mean_micro_batch(
-    workload: Workload, strategy: ParallelStrategy, max_tokens: int, *, attention: float = 0.0
+    workload: Workload, strategy: ParallelStrategy, max_tokens: int, *, attention: float = 0.0,
+    shares_prompts: bool = False,
 ) -> MeanMicroBatch:
     """Return the mean micro-batch of the data-parallel rank that ends last.
 
-    Attention on a sequence of n tokens costs as much as `attention` * n^2 tokens do without it.
+    Attention on a sequence of n tokens costs as much as `attention` * n^2 tokens do without it. If a pass
+    `shares_prompts`, the rank with the most work is found without copies of prompts; they count as tokens all
+    the same.
     """
     if not workload.all_alike:
-        return _of_slowest_rank(workload, strategy, max_tokens, float(f"{attention:.2g}"))
+        return _of_slowest_rank(
+            workload, strategy, max_tokens, float(f"{attention:.2g}"), shares_prompts=shares_prompts)
     groups = _num_groups(workload, strategy)
     max_groups = max(1, max_tokens // max(1, math.ceil(workload.group_tokens)))
     num_micro_batches = min(groups, max(math.ceil(groups / max_groups), min(strategy.pp, groups)))
     each = groups * workload.group_size / num_micro_batches / strategy.cp
     output_tokens = workload.response_tokens or workload.tokens
     samples = workload.num_samples / workload.minibatches / strategy.dp
+    held = groups * workload.group_size
+    # Samples of equal length are dealt out in turns.
+    together = workload.samples_per_prompt
+    together = together if workload.group_size > 1 else -(-together // strategy.dp)
     return MeanMicroBatch(
         num_micro_batches, each * workload.tokens, each * workload.squared_tokens, each * output_tokens,
-        mean_share=min(1.0, samples / (groups * workload.group_size)))
+        held / num_micro_batches,
+        _num_prompts(workload, held / together, held, max_tokens) / num_micro_batches,
+        mean_share=min(1.0, samples / held))
+
+
+def _num_prompts(workload: Workload, num_prompts: float, num_samples: float, max_tokens: int) -> float:
+    """Return how many prompts the micro-batches of a rank have together, each of which has a copy of its own
+    if the samples of a prompt do not fit in one."""
+    return max(num_prompts, num_samples / max(1, max_tokens // max(1, math.ceil(workload.tokens))))
 
 
 def _of_slowest_rank(
-    workload: Workload, strategy: ParallelStrategy, max_tokens: int, attention: float
+    workload: Workload, strategy: ParallelStrategy, max_tokens: int, attention: float,
+    *, shares_prompts: bool,
 ) -> MeanMicroBatch:
     """Return the mean micro-batch of the slowest rank, which is that of drawn lengths."""
     per_unit = workload.samples_per_prompt if workload.group_size > 1 else 1
@@ -86,16 +105,17 @@ def _of_slowest_rank(
         workload.samples_per_prompt, workload.alike)
     tokens = _num_groups(workload, strategy) * workload.group_tokens
     at_least = strategy.pp if 2 * strategy.pp * max_tokens > tokens else 1  # Else there are more in any case.
-    split = _split(batches, workload.group_size, max_tokens, at_least, attention)
+    split = _split(batches, workload.group_size, max_tokens, at_least, attention, shares_prompts)
     num_micro_batches = max(1, round(split.num_micro_batches))
     share = 1 / num_micro_batches / strategy.cp
     drawn = _drawn(batches._replace(dp=1))[1]  # Few long sequences: their mean is not quite the right one.
     tokens = split.tokens * workload.tokens / drawn.mean()
     squared_tokens = split.squared_tokens * workload.squared_tokens / (drawn**2).mean()
     output_tokens = tokens - (split.prompt_tokens if workload.response_tokens else 0.0)
+    num_prompts = _num_prompts(workload, split.num_prompts, split.num_samples, max_tokens) / num_micro_batches
     return MeanMicroBatch(
-        num_micro_batches, tokens * share, squared_tokens * share, output_tokens * share, split.largest,
-        split.mean_share)
+        num_micro_batches, tokens * share, squared_tokens * share, output_tokens * share,
+        split.num_samples / num_micro_batches, num_prompts, split.largest, split.mean_share)
 
 
 class _Batches(NamedTuple):
@@ -122,6 +142,8 @@ class _Split(NamedTuple):
     tokens: float
     squared_tokens: float
     prompt_tokens: float
+    num_samples: float
+    num_prompts: float  # Different prompts among the samples.
     largest: float  # The cost of the largest micro-batch, relative to the mean one.
     mean_share: float  # The cost of a mean rank's part, relative to that of the slowest one.
 
@@ -156,42 +178,52 @@ def _dealt(batches: _Batches) -> list[list[list[int]]]:
 class _Share(NamedTuple):
     """The part of a mini-batch that the slowest rank has: lengths of prompts and whole sequences, by unit.
 
-    A mean rank's part costs `mean_share` as much.
+    It has `num_prompts` different prompts. A mean rank's part costs `mean_share` as much.
     """
 
     prompts: np.ndarray
     whole: np.ndarray
+    num_prompts: int
     mean_share: float
 
 
 @lru_cache(maxsize=1024)
-def _slowest(batches: _Batches, attention: float) -> list[_Share]:
+def _slowest(batches: _Batches, attention: float, shares_prompts: bool) -> list[_Share]:
     """Return the share of the slowest rank in each mini-batch."""
     prompts, whole = _drawn(batches._replace(dp=1))
     costs = (whole + attention * whole**2).sum(axis=2).tolist()
     shares = []
     for number, ranks in enumerate(_dealt(batches)):
         rank_costs = [sum([costs[number][unit] for unit in units]) for units in ranks]
-        slowest = ranks[rank_costs.index(max(rank_costs))]
+        counts = [len({unit * batches.per_unit // batches.group for unit in units}) for units in ranks]
+        if shares_prompts:
+            prompt = float(prompts[number].mean())
+            copies = [len(units) * batches.per_unit - n for units, n in zip(ranks, counts, strict=True)]
+            rank_costs = [cost - prompt * n for cost, n in zip(rank_costs, copies, strict=True)]
+        slowest = rank_costs.index(max(rank_costs))
         mean_share = sum(rank_costs) / batches.dp / max(rank_costs)
-        shares.append(_Share(prompts[number, slowest], whole[number, slowest], mean_share))
+        units = ranks[slowest]
+        shares.append(
+            _Share(prompts[number, units], whole[number, units], counts[slowest], mean_share))
     return shares
 
 
 @lru_cache(maxsize=4096)
 def _split(
-    batches: _Batches, group_size: int, max_tokens: int, at_least: int, attention: float
+    batches: _Batches, group_size: int, max_tokens: int, at_least: int, attention: float,
+    shares_prompts: bool,
 ) -> _Split:
     """Return the split of what the slowest rank has of each mini-batch."""
-    shares = _slowest(batches, attention)
+    shares = _slowest(batches, attention, shares_prompts)
     splits = [_split_share(share.whole.reshape(-1, group_size), max_tokens, at_least, attention)
               for share in shares[:_MOST_SPLITS]]
     num_micro_batches, largest = np.mean(splits, axis=0).tolist()
     sums = [
-        (share.whole.sum(), (share.whole**2).sum(), share.prompts.sum(), share.mean_share) for share in shares
-    ]
-    tokens, squared_tokens, prompt_tokens, mean_share = np.mean(sums, axis=0).tolist()
-    return _Split(num_micro_batches, tokens, squared_tokens, prompt_tokens, largest, mean_share)
+        (share.whole.sum(), (share.whole**2).sum(), share.prompts.sum(), share.whole.size, share.num_prompts,
+         share.mean_share)
+        for share in shares]
+    *means, mean_share = np.mean(sums, axis=0).tolist()
+    return _Split(num_micro_batches, *means, largest, mean_share)
 
 
 def _split_share(

@@ -71,6 +71,7 @@ class Workload:
     scoring: ScoringTime | None = None  # The time in which such a call scores answers, in addition.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
+    common_prompt_tokens: float = 0.0  # Those with which all prompts begin, such as a system message.
     prompt_lengths: Lengths | None = None  # None: all prompts are as long as the mean.
     response_lengths: Lengths | None = None  # Their mean is `response_tokens`, and limit `max_new_tokens`.
     work_stealing: bool = True  # Generation: whether replicas take waiting prompts from others.

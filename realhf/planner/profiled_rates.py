@@ -225,6 +225,10 @@ class ProfiledRates(Rates):
             prompt = np.full_like(context, shared.tokens)
             most_saved = np.maximum(0.0, own_prompts.at(prompt, rows) - one_prompt.at(prompt, rows))
             seconds = seconds - most_saved * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
+        if role.int8:  # The table was measured with full weights.
+            self._note(f"decoding of {_name(role)} in int8: the measured block times the ratio of rooflines")
+            full = roof(replace(role, int8=False), tp, ep, rows=rows, context=context)[0]
+            seconds = seconds * price(context, rows) / full
         communication = np.zeros_like(seconds)
         if tp.size > 1:
             communication += 2 * self.all_reduce(0.0, tp)
@@ -240,6 +244,12 @@ class ProfiledRates(Rates):
             return head(role, rows=rows)
         seconds = self._read(table, lambda rows: head(role, rows=rows), role, rows)
         return seconds + _widening(partial(head, rows=rows), role)
+
+    def packing(self, role: ModelRole, tp: Span, ep: Span, *, params: float) -> float:
+        table = self._tables_of(role).get(Split(tp.size, ep.size), {}).get("packing")
+        if params == 0 or table is None:
+            return super().packing(role, tp, ep, params=params)
+        return float(table.at(params))
 
     def decode_hop(self, role: ModelRole, *, rows: np.ndarray) -> np.ndarray:
         table = self._tables_of(role).get(Split(1, 1), {}).get("decode_hop")

@@ -24,6 +24,7 @@ from realhf.planner.problem import ModelRole, parameter_table
 from realhf.planner.shard import widths
 
 _LOGIT_BYTES = 4  # Logits are float32.
+_PACKED_BYTES = 4  # Bytes of a packed parameter.
 _EXCHANGED_PASSES = 4  # The part of EnginePath.expert_passes that is on the far side of an exchange.
 _MASKED_PASSES = 2  # Those that clear the rows of other ranks' experts, which a rank that gathers moves, too.
 _SMALLEST_TILE = 16  # Rows of the smallest tile of a grouped product.
@@ -386,6 +387,11 @@ class Rates(LinkRates):
         sampling = self.path.sampling_passes * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
         return compute + sampling + exchange + e.step_seconds + rows * e.row_seconds
+
+    def packing(self, role: ModelRole, tp: Span, ep: Span, *, params: float) -> float:
+        """Return the seconds in which a generation packs so many parameters on a CPU: they are read, and
+        written in float32."""
+        return self.traffic(params * (role.itemsize + _PACKED_BYTES))
 
     def decode_hop(self, role: ModelRole, *, rows: np.ndarray) -> np.ndarray:
         """Return the seconds of a pipeline stage in a decode step of `rows` besides its blocks and head.

@@ -20,7 +20,7 @@ from realhf.devices.chunk_sizes import SMALL_PRODUCT
 from realhf.layout import ParallelStrategy
 from realhf.models.kv_blocks import cached_heads
 from realhf.models.lora import LoraConfig, adapter_spec
-from realhf.models.model_config import ModelConfig, ModuleConfig
+from realhf.models.model_config import ModelConfig, ModuleConfig, TransformersConfig
 from realhf.models.param_spec import ModelSpec, ParamSpec, chunk_body, region_size
 from realhf.planner.problem import ModelRole, parameter_table
 from realhf.realloc.schedule import STAGING_BYTES
@@ -113,18 +113,20 @@ def int8_params(config: ModelConfig, strategy: ParallelStrategy, stage: int) -> 
     return numel, rows
 
 
-def packed_params(
-    config: ModelConfig, strategy: ParallelStrategy, stage: int, *, merged: LoraConfig | None, int8: bool,
-    widens_head: bool,
-) -> int:
+def packed_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
     """Return the parameters of the weights that a CPU packs for decoding (nn/linear.py), on the fullest rank
     of a stage.
 
     They are the large ones among those that `nn.linear` multiplies: not experts, nor weights in int8, nor a
-    head whose products are in float32, nor weights into which adapters are `merged`.
+    head whose products are in float32, nor weights into which adapters are merged. The transformers engine
+    packs none.
     """
+    if role.dtype == "float64" or isinstance(role.config, TransformersConfig):
+        return 0
+    merged = role.lora if role.lora is not None and role.lora.merge else None
     least = chunk_sizes.LEAST_PACKED_NUMEL
-    return _multiplied_params(config, _split(strategy), stage, merged, int8, not widens_head, False, least)
+    return _multiplied_params(
+        role.config, _split(strategy), stage, merged, role.int8, not role.widens_head, False, least)
 
 
 def adapted_params(config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig) -> int:

@@ -5,6 +5,7 @@ Rows that decode are set up with the scheduler and the model but without reading
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -42,6 +43,7 @@ from realhf.models.kv_blocks import block_size, shared_tokens, tokens_read
 from realhf.models.model_config import ModelConfig
 from realhf.models.param_spec import model_spec
 from realhf.nn.attention import Segment
+from realhf.nn.linear import PackedWeight
 from realhf.nn.transformer import Transformer
 from realhf.profiling.clock import device_bytes
 
@@ -242,6 +244,27 @@ def cached_tokens(length: int, *, num_rows: int) -> float:
     return float(shared + tokens_read(own, own, size))
 
 
+class PackedModel:
+    """A model with the weights of another one, which keeps the packed copies that a generation makes."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = Transformer(model.spec, model.groups, dtype=model.flat.dtype, memory=model.flat)
+        self._packing = ExitStack()  # Leaving it drops the copies.
+        self._packing.enter_context(self.model.packed())
+        rows = DecodingRows(self.model, 1, prompt_tokens=1, num_prompts=1)
+        with torch.no_grad():
+            self.model.logits(rows.decode(steps=1))
+        self._packed = [weight for weight in self.model.weights() if weight.packed_bytes]
+
+    @property
+    def packed_params(self) -> int:
+        return sum(weight.numel() for weight in self._packed)
+
+    def pack(self) -> list[PackedWeight]:
+        """Make the copies once more."""
+        return [PackedWeight(weight.detach()) for weight in self._packed]
+
+
 class DecodingRows:
     """Rows that continue `num_prompts` prompts of one length; consecutive rows share a prompt.
 
@@ -292,11 +315,12 @@ class DecodingRows:
         return torch.no_grad()(run)
 
     @torch.no_grad()
-    def decode(self, *, steps: int) -> None:
-        """Run the same decode step `steps` times, without its head."""
+    def decode(self, *, steps: int) -> torch.Tensor:
+        """Run the same decode step `steps` times, without its head, and return its hidden states."""
         with self._model.gathering(len(self._ids_B)):
             for _ in range(steps):
-                self._model.advance(self._ids_B, self._cache, [self.segment])
+                hidden_BH = self._model.advance(self._ids_B, self._cache, [self.segment])
+        return hidden_BH
 
 
 def next_tokens(tables: BlockTables, backends: PagedBackends | None, device: torch.device) -> Segment:

@@ -42,6 +42,7 @@ from realhf.profiling.engine_calls import (
     DecodingRows,
     EngineCalls,
     MeasuredModel,
+    PackedModel,
     Sizes,
     cached_tokens,
     most_rows,
@@ -49,7 +50,7 @@ from realhf.profiling.engine_calls import (
 from realhf.profiling.machine import measure_cluster, measure_links
 
 _FEW, MANY = 1, 3  # Blocks of the two models whose difference is measured.
-_LONG_ENOUGH = 0.15  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
+_LONG_ENOUGH = 0.5  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
 _BUDGET = 10.0  # Seconds for all timings of a bench, unless the least number of repetitions takes longer.
 _SHORT_PROMPT = 16  # The most tokens of prompts that are read.
 _DECODE_STEPS = 16  # Timed decode steps of a generation.
@@ -173,6 +174,8 @@ class Bench:
         self._outputs = calls.outputs
         self._trains = calls.trains
         self._engines = {n: self._engine(n, calls.main, trains=self._trains) for n in (_FEW, MANY)}
+        decodes = self._engines if model.generates else {}
+        self._decoders = {n: PackedModel(engine.model) for n, engine in decodes.items()}
         self._tokens = self._pass_tokens()
         self._rows = self._chosen_rows()
         self._work = work = {**self._passes(), **self._decoding(), **self._updates()}
@@ -236,17 +239,19 @@ class Bench:
         work: dict[Any, Callable[[], object]] = {}
         short, *_, long = self._prompts
         for rows in self._rows:
-            for blocks, engine in self._engines.items():
+            for blocks, decoder in self._decoders.items():
                 for prompt in self._prompts:
-                    apart = DecodingRows(engine.model, rows, prompt_tokens=prompt, num_prompts=rows)
+                    apart = DecodingRows(decoder.model, rows, prompt_tokens=prompt, num_prompts=rows)
                     work["decode", blocks, rows, prompt] = partial(apart.decode, steps=_BLOCK_STEPS)
                     if prompt == short and rows in self._counts and not self._only_blocks:
                         work["prefill", blocks, rows] = apart.reading()
                 if self._shares:
-                    sharing = DecodingRows(engine.model, rows, prompt_tokens=long, num_prompts=1)
+                    sharing = DecodingRows(decoder.model, rows, prompt_tokens=long, num_prompts=1)
                     work["shared", blocks, rows] = partial(sharing.decode, steps=_BLOCK_STEPS)
             for new in () if self._only_blocks else (1, 1 + _DECODE_STEPS):
                 work["generate", rows, new] = self._calls.generate(self._engines[_FEW], rows, short, new)
+        for blocks, decoder in self._decoders.items():
+            work["packing", blocks] = decoder.pack
         return work
 
     def _updates(self) -> dict[Any, Callable[[], object]]:
@@ -357,6 +362,10 @@ class Bench:
             tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
             if not self._waits and self._clock.world.ranks_per_host % 2 == 0:
                 tables["decode_hop"] = self._decode_hops(tables)
+        seconds = {
+            decoder.packed_params: self._seconds["packing", n] for n, decoder in self._decoders.items()}
+        if min(seconds):
+            tables["packing"] = Table({"parameters": tuple(map(float, seconds))}, [*seconds.values()])
         return tables
 
     def _decode_hops(self, tables: Mapping[str, Table]) -> Table:
@@ -413,7 +422,7 @@ class Bench:
 
     def _around_generation(self, rows: int) -> float:
         reading = self._of_a_block(lambda blocks: ("prefill", blocks, rows))
-        whole = self._seconds["generate", rows, 1]
+        whole = self._seconds["generate", rows, 1] - self._seconds["packing", _FEW]
         return max(_TINY, whole - _FEW * reading - self._decoding_head(rows))
 
     def calm(self) -> dict[str, float]:

@@ -72,7 +72,7 @@ def test_training_takes_three_times_the_forward_flops():
 @pytest.mark.parametrize(("micro_batch_tokens", "strategy", "sharing"), [
     (8 * 2048, "d1", 8), (4096, "d1", 2), (2048, "d1", 1), (1 << 20, "d2", 4), (1 << 20, "c2", 1)])
 def test_on_a_cpu_a_prompt_passes_once_in_a_micro_batch(micro_batch_tokens, strategy, sharing):
-    work = replace(WORK, samples_per_prompt=8)
+    work = replace(WORK, samples_per_prompt=8, alike=1.0)
     prompts = 64 // sharing
     matrices, attention = _flops(prompts * 1024 + 64 * 1024, 64, 64 * 1024)
     attention *= (prompts * 1024**2 + 64 * (2048**2 - 1024**2)) / (64 * 2048**2)

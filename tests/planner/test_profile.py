@@ -11,11 +11,13 @@ import yaml
 
 from realhf.calls import Output
 from realhf.cluster import Cluster
+from realhf.devices import chunk_sizes
 from realhf.errors import UserError
 from realhf.execution_plan import CallPlan
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.models.model_config import ModelConfig, MoeConfig
+from realhf.planner import shard
 from realhf.planner.call_cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.links import Span
@@ -258,6 +260,49 @@ def test_stages_that_decode_take_the_measured_time_of_their_messages():
     document["models"][0]["tables"]["decode_hop"] = {"rows": [1, 8], "seconds": [1, 3]}
     r = ProfiledRates(Profile.from_dict(document))
     assert r.decode_hop(ROLE, rows=rows).tolist() == [1, 2] and not r.notes
+
+
+def test_a_generation_packs_its_weights_once(monkeypatch):
+    """The seconds are those of the table for the planner's number of packed parameters, or of reading
+    weights and writing copies in float32."""
+    call = FunctionCall("generate", "generate", ("prompt_ids",), ("a",), role="actor")
+
+    def cost(document, work):
+        r = ProfiledRates(Profile.from_dict(document))
+        return call_cost(r, call, ROLE, work, CallPlan(Layout.parse("d1@0")), per_host=2).seconds_by_cause
+
+    document = copy.deepcopy(DOCUMENT)
+    assert "packing" not in cost(document, Workload(4, 8, 8, 8))  # Its weights are small.
+    monkeypatch.setattr(chunk_sizes, "LEAST_PACKED_NUMEL", 1)
+    shard._multiplied_params.cache_clear()
+    c = CONFIG
+    params = c.num_layers * (
+        c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
+    bandwidth = document["cluster"]["memory_bandwidth_bytes_per_second"]
+    assert cost(document, Workload(4, 8, 8, 8))["packing"] == pytest.approx(params * 8 / bandwidth)
+    document["models"][0]["tables"]["packing"] = {"parameters": [params / 2, params], "seconds": [1.0, 3.0]}
+    for work in (Workload(4, 8, 8, 8), Workload(400, 8, 8, 8)):
+        assert cost(document, work)["packing"] == pytest.approx(3.0)
+    assert cost(document, Workload(4, 8, 8, 8, runs=2.0))["packing"] == pytest.approx(6.0)
+    shard._multiplied_params.cache_clear()
+
+
+def test_a_copy_in_int8_decodes_as_much_faster_as_its_roofline():
+    """The table was measured with full weights; on a CPU only bfloat16 reads fewer bytes."""
+    rows, context = np.array([1.0, 4.0]), np.array([20.0, 20.0])
+    for dtype in ("float32", "bfloat16"):
+        document = copy.deepcopy(DOCUMENT)
+        document["models"][0]["dtype"] = dtype
+        document["cluster"]["peak_flops"][dtype] = 1e11
+        r = ProfiledRates(Profile.from_dict(document))
+        role = dataclasses.replace(ROLE, dtype=dtype)
+        int8 = dataclasses.replace(role, int8=True)
+        options = {"rows": rows, "context": context}
+        measured, copied = (sum(r.decode_block(each, ONE, ONE, **options)) for each in (role, int8))
+        roofs = [sum(Rates.decode_block(r, each, ONE, ONE, **options)) for each in (role, int8)]
+        assert copied == pytest.approx(measured * roofs[1] / roofs[0])
+        assert any("in int8" in note for note in r.notes)
 
 
 def test_calls_take_the_measured_multiple_of_what_their_parts_add_up_to():
