@@ -104,6 +104,22 @@ def test_rows_decode_with_packed_weights_as_in_a_generation(monkeypatch, tied):
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
 
 
+def _int8_tables(monkeypatch, **changes):
+    monkeypatch.setattr(clock, "_REPETITIONS", FEW)
+    monkeypatch.setattr("realhf.profiling.measure._BUDGET", 0.01)
+    work = Generate(SamplingConfig(max_new_tokens=2), **changes)
+    call = FunctionCall("g", inputs=("prompt_ids",), outputs=("a", "b", "c", "d"), role="role", work=work)
+    model = MeasuredModel(ModelConfig.from_hf(hf_config()), "float32", (call,))
+    return Bench(Clock(World()), model, ParallelStrategy(), Sizes(20, 40, 4, 2)).entry().tables
+
+
+def test_a_generation_in_int8_is_measured_with_such_weights(monkeypatch):
+    assert "decode_int8" not in _int8_tables(monkeypatch)
+    tables = _int8_tables(monkeypatch, generation_weights="int8")
+    assert tables["decode_int8"].axes == {"rows": tables["decode_block"].axes["rows"]}
+    assert min(tables["decode_int8"].seconds) > 0
+
+
 @functools.cache
 def _apart(world, per_host):
     """The same four ranks as if each host had so many of them."""

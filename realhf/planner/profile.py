@@ -52,6 +52,8 @@ OF_MODEL = {
     # The time that a pipeline stage takes in a decode step of a cohort besides its blocks and head.
     "decode_hop": ("rows",),
     "decode_shared": ("context_tokens", "rows"),
+    # A block of one with weights in int8, at the shortest of the contexts.
+    "decode_int8": ("rows",),
     # What a CPU does before a generation: large weights are packed.
     "packing": ("parameters",),
     "update": ("parameters",), "zero_gradients": ("parameters",)}

@@ -225,10 +225,18 @@ class ProfiledRates(Rates):
             prompt = np.full_like(context, shared.tokens)
             most_saved = np.maximum(0.0, own_prompts.at(prompt, rows) - one_prompt.at(prompt, rows))
             seconds = seconds - most_saved * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
-        if role.int8:  # The table was measured with full weights.
-            self._note(f"decoding of {_name(role)} in int8: the measured block times the ratio of rooflines")
-            full = roof(replace(role, int8=False), tp, ep, rows=rows, context=context)[0]
-            seconds = seconds * price(context, rows) / full
+        if role.int8:
+            full = replace(role, int8=False)
+            int8 = self._tables_of(role)[Split(tp.size, ep.size)].get("decode_int8")
+            if int8 is None:
+                how = "the measured block times the ratio of rooflines"
+                self._note(f"decoding of {_name(role)} in int8: {how}")
+                seconds = seconds * price(context, rows) / roof(full, tp, ep, rows=rows, context=context)[0]
+            else:
+                shortest = np.full_like(context, own_prompts.axes["context_tokens"][0])
+                inside = np.minimum(rows, int8.reach[0])
+                added = (int8.at(inside) - own_prompts.at(shortest, inside)) * rows / inside
+                seconds = np.maximum(seconds / 4, seconds + added)
         communication = np.zeros_like(seconds)
         if tp.size > 1:
             communication += 2 * self.all_reduce(0.0, tp)

@@ -146,6 +146,7 @@ class EngineCalls:
         self.outputs = model.outputs
         self.trains = any(self.outputs.values())
         self.generates = [call.work for call in model.calls if isinstance(call.work, Generate)]
+        self.generates_in_int8 = any(work.generation_weights == "int8" for work in self.generates)
         self._losses = [call.work.loss for call in model.calls if isinstance(call.work, TrainStep)]
         is_lm = Output.LOGPROBS in self.outputs or model.generates
         self.main = Output.LOGPROBS if is_lm else next(iter(self.outputs))
@@ -157,7 +158,8 @@ class EngineCalls:
         optimizer = OptimizerConfig(lr=0.0) if trains else None
         engine = NativeEngine(
             model_spec(config), layout, self._world, dtype=self.model.dtype, optimizer=optimizer)
-        engine.load(None, seed=0)
+        if not layout.form:  # Copies in another form are filled by reallocations; zeros decode as fast.
+            engine.load(None, seed=0)
         return engine
 
     def forward(

@@ -176,6 +176,10 @@ class Bench:
         self._engines = {n: self._engine(n, calls.main, trains=self._trains) for n in (_FEW, MANY)}
         decodes = self._engines if model.generates else {}
         self._decoders = {n: PackedModel(engine.model) for n, engine in decodes.items()}
+        self._int8_engines: dict[int, NativeEngine] = {}
+        if calls.generates_in_int8:
+            int8 = replace(self._layout, form="int8")
+            self._int8_engines = {n: self._engine(n, calls.main, trains=False, layout=int8) for n in decodes}
         self._tokens = self._pass_tokens()
         self._rows = self._chosen_rows()
         self._work = work = {**self._passes(), **self._decoding(), **self._updates()}
@@ -248,6 +252,9 @@ class Bench:
                 if self._shares:
                     sharing = DecodingRows(decoder.model, rows, prompt_tokens=long, num_prompts=1)
                     work["shared", blocks, rows] = partial(sharing.decode, steps=_BLOCK_STEPS)
+            for blocks, engine in self._int8_engines.items():
+                int8 = DecodingRows(engine.model, rows, prompt_tokens=short, num_prompts=rows)
+                work["int8", blocks, rows] = partial(int8.decode, steps=_BLOCK_STEPS)
             for new in () if self._only_blocks else (1, 1 + _DECODE_STEPS):
                 work["generate", rows, new] = self._calls.generate(self._engines[_FEW], rows, short, new)
         for blocks, decoder in self._decoders.items():
@@ -358,6 +365,9 @@ class Bench:
             sharing = [self._decoding_block("shared", n) for n in self._rows]
             ends = (contexts[0], cached_tokens(self._prompts[-1], num_rows=self._rows[-1]))
             tables["decode_shared"] = Table({**axes, "context_tokens": ends}, [apart[0], sharing])
+        if self._int8_engines:
+            int8 = [self._decoding_block("int8", n) for n in self._rows]
+            tables["decode_int8"] = Table({"rows": rows}, int8)
         if not self._only_blocks:
             tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
             if not self._waits and self._clock.world.ranks_per_host % 2 == 0:

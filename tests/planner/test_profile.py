@@ -305,6 +305,20 @@ def test_a_copy_in_int8_decodes_as_much_faster_as_its_roofline():
         assert any("in int8" in note for note in r.notes)
 
 
+def test_a_copy_in_int8_takes_the_measured_difference_at_every_context():
+    document = copy.deepcopy(DOCUMENT)
+    tables = document["models"][0]["tables"]
+    first = tables["decode_block"]
+    tables["decode_int8"] = {"rows": first["rows"], "seconds": [1.5 * s for s in first["seconds"][0]]}
+    r = ProfiledRates(Profile.from_dict(document))
+    int8 = dataclasses.replace(ROLE, int8=True)
+    for context in first["context_tokens"]:
+        options = {"rows": np.array(first["rows"], float), "context": np.full(len(first["rows"]), context)}
+        full, copied = (sum(r.decode_block(role, ONE, ONE, **options)) for role in (ROLE, int8))
+        assert copied - full == pytest.approx(0.5 * np.array(first["seconds"][0]))
+    assert not r.notes
+
+
 def test_calls_take_the_measured_multiple_of_what_their_parts_add_up_to():
     """The multiple of the nearest split counts; calls of kinds that were not measured take what parts do."""
     call = FunctionCall("train", "train_step", (), role="actor")
