@@ -383,7 +383,8 @@ class _Estimate:
         limit = self.call_plan.micro_batch_tokens
         shares = self._shares_prefixes and self.knows_prompts
         micro = mean_micro_batch(
-            self.work, self.strategy, limit, attention=self.role.attention_share, shares_prompts=shares)
+            self.work, self.strategy, limit, attention=self.role.attention_share,
+            shares_prompts=shares and self.work.shared_prompt_tokens[0] > 0)
         if shares:
             saved = saved_by_sharing(self.work, micro.num_samples, micro.num_prompts)
             if saved.tokens >= LEAST_SHARE * micro.tokens:
@@ -484,11 +485,12 @@ class SavedTokens(NamedTuple):
 def saved_by_sharing(work: Workload, num_samples: float, num_prompts: float) -> SavedTokens:
     """Return what is saved by a pass over some samples in which each prompt is computed once, and once what
     all of them begin with (engine/shared_prefixes.py)."""
-    copies = max(0.0, num_samples - num_prompts) if work.prompt_tokens >= LEAST_PREFIX else 0.0
-    others = max(0.0, num_prompts - 1) if work.common_prompt_tokens >= LEAST_PREFIX else 0.0
+    copies = max(0.0, num_samples - num_prompts)
+    others = max(0.0, num_prompts - 1)
+    prompt, squared_prompt = work.shared_prompt_tokens
+    common = work.common_prompt_tokens if work.common_prompt_tokens >= LEAST_PREFIX else 0.0
     return SavedTokens(
-        copies * work.prompt_tokens + others * work.common_prompt_tokens,
-        copies * work.prompt_tokens**2 + others * work.common_prompt_tokens**2)
+        copies * prompt + others * common, copies * squared_prompt + others * common**2)
 
 
 def prefilled(work: Workload, rows: float, *, shares_prefixes: bool = False) -> tuple[float, float]:

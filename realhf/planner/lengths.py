@@ -53,6 +53,18 @@ class Lengths:
     def squared_mean(self) -> float:
         return float((self.survival * (2 * np.arange(self.limit) + 1)).sum())
 
+    def sums_from(self, least: int) -> tuple[float, float]:
+        """Return the mean length and the mean squared length if sequences below `least` tokens count 0."""
+        if least > self.limit:
+            return 0.0, 0.0
+        survival = self.survival[least - 1 :].copy()
+        tokens = np.arange(least, self.limit + 1)
+        first = survival[0]
+        survival[0] = 0.0
+        return (
+            float(first * least + survival.sum()),
+            float(first * least**2 + (survival * (2 * tokens - 1)).sum()))
+
     @property
     def all_equal(self) -> bool:
         return bool(self.survival[-1] == 1.0)

@@ -12,6 +12,7 @@ import numpy as np
 from realhf.calls import Output
 from realhf.cluster import Cluster
 from realhf.data.micro_batch import attention_share
+from realhf.devices.chunk_sizes import LEAST_PREFIX
 from realhf.execution_plan import CallPlan, ExecutionPlan
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
@@ -190,6 +191,15 @@ class Workload:
         prompt = self.prompt_tokens
         squared = prompt**2 if self.prompt_lengths is None else self.prompt_lengths.squared_mean
         return squared + 2 * prompt * self.response_tokens + self.lengths.squared_mean
+
+    @cached_property
+    def shared_prompt_tokens(self) -> tuple[float, float]:
+        """Mean length and mean squared length of prompts, of which those count 0 that are too short to pass
+        once for several samples."""
+        if self.prompt_lengths is not None:
+            return self.prompt_lengths.sums_from(LEAST_PREFIX)
+        prompt = self.prompt_tokens if self.prompt_tokens >= LEAST_PREFIX else 0.0
+        return prompt, prompt**2
 
     @property
     def all_alike(self) -> bool:

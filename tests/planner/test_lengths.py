@@ -186,6 +186,9 @@ def test_distributions_have_what_they_are_made_of():
         assert (drawn**2).mean() == pytest.approx(lengths.squared_mean, rel=0.05)
         assert drawn.min() >= 1 and drawn.max() <= limit
     given = [3, 3, 5, 9, 12]
+    for least in (1, 5, 10, 12, 13):
+        kept = np.where(np.array(given) >= least, given, 0)
+        assert observed(given).sums_from(least) == pytest.approx((kept.mean(), (kept**2).mean()))
     assert observed(given).mean == pytest.approx(np.mean(given)) and observed(given).limit == 12
     assert observed(given).squared_mean == pytest.approx(np.mean(np.square(given)))
     assert observed(given, 6).mean == pytest.approx(np.mean(np.minimum(given, 6)))

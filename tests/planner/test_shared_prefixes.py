@@ -55,6 +55,8 @@ def _drawn(rng, work, own, alike):
     common = rng.integers(2, 67, int(work.common_prompt_tokens)).tolist()
     rows = []
     for _ in range(work.prompts):
+        if work.prompt_lengths is not None:
+            own = int(work.prompt_lengths.draw(rng, 1)[0])
         prompt = common + rng.integers(2, 67, own).tolist()
         lengths = work.lengths.draw(rng, work.samples_per_prompt)
         lengths = np.full_like(lengths, lengths[0]) if alike else lengths
@@ -96,6 +98,7 @@ def _passed(model, rows, strategy, work, max_tokens):
     ({"samples_per_prompt": 4, "alike": 1.0}, 40, "d4", 1 << 20),
     ({"samples_per_prompt": 4, "alike": 1.0}, 40, "d2", 1 << 20),
     ({"samples_per_prompt": 2, "group_size": 2}, 30, "d4", 600),
+    ({"prompt_lengths": observed(range(12, 25))}, 18, "d1", 1 << 20),
     ({"samples_per_prompt": 4}, 12, "d1", 1 << 20),
     ({"samples_per_prompt": 2, "response_tokens": 400.0}, 20, "d1", 1 << 20),
 ])
