@@ -308,7 +308,7 @@ def _measured(experiment: Experiment, limit: int) -> _Measured:
         alike_share(learned), _common_length([of_row[0]["prompt_ids"] for of_row in samples]))
 
 
-def _common_length(prompts: Sequence[Sequence[int]]) -> int:
+def _common_length(prompts: Sequence[list[int]]) -> int:
     """Return how many tokens all prompts begin with."""
     if not prompts:
         return 0
