@@ -222,10 +222,9 @@ def _split(
         (share.whole.sum(), (share.whole**2).sum(), share.prompts.sum(), share.whole.size, share.num_prompts,
          share.mean_share)
         for share in shares]
-    tokens, squared_tokens, prompt_tokens, num_samples, num_prompts, mean_share = np.mean(sums, axis=0).tolist()
+    tokens, squared, prompt_tokens, num_samples, num_prompts, mean_share = np.mean(sums, axis=0).tolist()
     return _Split(
-        num_micro_batches, tokens, squared_tokens, prompt_tokens, num_samples, num_prompts, largest,
-        mean_share)
+        num_micro_batches, tokens, squared, prompt_tokens, num_samples, num_prompts, largest, mean_share)
 
 
 def _split_share(
