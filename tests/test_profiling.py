@@ -15,6 +15,8 @@ from realhf.cli.plan import this_machine
 from realhf.cluster import num_cores
 from realhf.devices import chunk_sizes
 from realhf.distributed.world import World
+from realhf.engine.chunked_loss import wanted
+from realhf.engine.shared_prefixes import pass_tokens
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig, MoeConfig
@@ -102,6 +104,19 @@ def test_rows_decode_with_packed_weights_as_in_a_generation(monkeypatch, tied):
         DecodingRows(model, 4, prompt_tokens=20, num_prompts=4).decode(steps=1)
         for model in (packed.model, engine.model)]
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(128, 64), (256, 64), (5, 64), (140, 47)])
+def test_passes_for_blocks_have_one_output_for_each_sequence_and_share_nothing(tokens, length):
+    """The vocabulary is so small that sequences repeat each other."""
+    config = ModelConfig.from_hf(hf_config() | {"vocab_size": 16})
+    calls = EngineCalls(MeasuredModel(config, "float32", CALLS), World())
+    batch = calls.sequences(tokens, length, only_ends=True)
+    ids, mask = batch["sequence_ids"], batch["response_mask"]
+    chosen = np.flatnonzero(wanted(ids, mask))
+    assert chosen.tolist() == (np.cumsum(ids.lengths) - 1).tolist()
+    passed = pass_tokens(build(hf_config() | {"vocab_size": 16}), batch, "sequence_ids")
+    assert passed.lens == ids.lengths and passed.prefixes == ()
 
 
 def _int8_tables(monkeypatch, **changes):

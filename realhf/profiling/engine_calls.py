@@ -196,14 +196,21 @@ class EngineCalls:
         first = engine.groups.at.dp * len(batch.ids)
         return Batch([first + i for i in range(len(batch.ids))], batch.fields)
 
-    def sequences(self, tokens: int, length: int) -> Batch:
+    def sequences(self, tokens: int, length: int, *, only_ends: bool = False) -> Batch:
         """Return sequences of about one length that consist of responses; consecutive ones differ in
-        length. If there are fewer tokens than that, there is one sequence."""
+        length. If there are fewer tokens than that, there is one sequence.
+
+        With `only_ends`, only their first and last tokens are responses, and only the last ones have an
+        output. (What comes before a response may be shared by sequences.)
+        """
         length = min(tokens, length)
         count = tokens // length
         lengths = [length + (1, -1)[i % 2] for i in range(count // 2 * 2)] + [length] * (count % 2)
         ids = torch.arange(sum(lengths)) * 7919 % self.model.config.vocab_size
         mask = torch.ones(len(ids))
+        if only_ends:
+            ends = torch.tensor(lengths).cumsum(0)
+            mask.zero_()[torch.cat([ends - 1, ends - torch.tensor(lengths)])] = 1
         fields = {"sequence_ids": Packed(ids, lengths), "response_mask": Packed(mask, lengths)}
         return Batch(list(range(count)), fields)
 

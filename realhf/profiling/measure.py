@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -202,7 +203,7 @@ class Bench:
         chosen: list[int] = []
         way = self._calls.train if self._trains else self._calls.forward
         for tokens in sorted(set(self._sizes.pass_tokens)):
-            batch = self._calls.sequences(tokens, self._sizes.sequence_tokens[-1])
+            batch = self._calls.sequences(tokens, self._sizes.sequence_tokens[-1], only_ends=True)
             run = way(self._engines[MANY], self._main, batch)
             chosen.append(tokens)
             seconds = min(self._clock.once(run, waits=self._waits) for _ in range(2))
@@ -211,22 +212,28 @@ class Bench:
         return chosen
 
     def _passes(self) -> dict[Any, Callable[[], object]]:
-        """Return the passes of the main output; those of others are measured with few blocks only."""
+        """Return passes with and without outputs.
+
+        Blocks are the difference of models with few and with many of them, which would be lost in the noise
+        of a head over a large vocabulary. So their passes have an output for one token of each sequence.
+        """
         work: dict[Any, Callable[[], object]] = {}
-        *_, long = lengths = self._sizes.sequence_tokens
-        for output, trains in {**self._outputs, self._main: self._trains}.items():
-            is_main = output == self._main
-            if self._only_blocks and not is_main:
-                continue
-            engines = self._engines if is_main else {_FEW: self._engine(_FEW, output, trains=trains)}
-            for length in lengths if is_main else [long]:
-                for tokens in self._tokens:
-                    batch = self._calls.sequences(tokens, length)
-                    for blocks, engine in engines.items():
-                        key = (output, blocks, tokens, length)
-                        work["forward", *key] = self._calls.forward(engine, output, batch)
-                        if trains:
-                            work["train", *key] = self._calls.train(engine, output, batch)
+        lengths = self._sizes.sequence_tokens
+        for tokens, length, (blocks, engine) in product(self._tokens, lengths, self._engines.items()):
+            bare = self._calls.sequences(tokens, length, only_ends=True)
+            key = (self._main, blocks, tokens, length)
+            work["forward", *key] = self._calls.forward(engine, self._main, bare)
+            if self._trains:
+                work["train", *key] = self._calls.train(engine, self._main, bare)
+        for output, trains in ({} if self._only_blocks else self._outputs).items():
+            engine = self._engines[_FEW]
+            if output != self._main:
+                engine = self._engine(_FEW, output, trains=trains)
+            for tokens in self._tokens:
+                batch = self._calls.sequences(tokens, lengths[-1])
+                work["forward head", output, tokens] = self._calls.forward(engine, output, batch)
+                if trains:
+                    work["train head", output, tokens] = self._calls.train(engine, output, batch)
         if not self._only_blocks:
             empty = self._calls.sequences(8, 4).select([])
             work["empty"] = self._calls.forward(self._engines[_FEW], self._main, empty)
@@ -347,13 +354,12 @@ class Bench:
     def _head(self, output: Output, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
         """Return the seconds of a micro-batch without its blocks: forward, and the rest of forward and
         backward."""
-        key = (output, _FEW, tokens, self._sizes.sequence_tokens[-1])
         extra = self._seconds["empty"] + _FEW * block[0]
-        forward = max(_TINY, self._seconds["forward", *key] - extra)
+        forward = max(_TINY, self._seconds["forward head", output, tokens] - extra)
         if not self._outputs[output]:
             return forward, 0.0
         extra += forward + _FEW * block[1] + self._seconds["update", _FEW] - self._seconds["zero", _FEW]
-        return forward, max(_TINY, self._seconds["train", *key] - extra)
+        return forward, max(_TINY, self._seconds["train head", output, tokens] - extra)
 
     def _decode_tables(self) -> dict[str, Table]:
         rows = tuple(map(float, self._rows))
@@ -372,10 +378,9 @@ class Bench:
             tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
             if not self._waits and self._clock.world.ranks_per_host % 2 == 0:
                 tables["decode_hop"] = self._decode_hops(tables)
-        seconds = {
-            decoder.packed_params: self._seconds["packing", n] for n, decoder in self._decoders.items()}
-        if min(seconds):
-            tables["packing"] = Table({"parameters": tuple(map(float, seconds))}, [*seconds.values()])
+        if packed := self._decoders[MANY].packed_params:
+            points = (0.0, float(packed))
+            tables["packing"] = Table({"parameters": points}, [0.0, self._seconds["packing", MANY]])
         return tables
 
     def _decode_hops(self, tables: Mapping[str, Table]) -> Table:
