@@ -4,6 +4,7 @@
     python benchmarks/compare/control.py sides                # everything; about an hour
     python benchmarks/compare/control.py sides --quick        # a try: one seed, few frames
     python benchmarks/compare/control.py ring                 # an environment of 5 ms, rings of 1 to 16
+    python benchmarks/compare/control.py curves --runs RUN... --picture FILE    # draws returns by frames
 
 `sides` trains HalfCheetah with PPO: the same network (two layers of 64 units with tanh for the policy, and as
 many for the value), the same settings, and the same two cores, the first two of this process. The sides take
@@ -118,6 +119,20 @@ class Sides:
     """Directory for the runs; those in it are replaced."""
     quick: bool = False
     """One seed of 16,384 frames."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass
+class Curves:
+    """Draws the returns of runs of the example by their frames, and prints their first and best ones."""
+
+    runs: tuple[Path, ...]
+    """Directories of runs."""
+    picture: Path
+    """File for the picture."""
+    window: int = 16_384
+    """Frames whose episodes' returns are averaged."""
     json: bool = False
     """Print one JSON document."""
 
@@ -472,13 +487,60 @@ def predictions(place: str, options: Ring) -> dict[int, float]:
     return found
 
 
+# The curves
+
+
+def averaged(rows: Sequence[Mapping[str, Any]], *, window: int) -> list[tuple[int, float]]:
+    """Return frames of a run, each with the mean return of the steps in the `window` frames before it."""
+    points = [(int(row["frames"]), row["return/mean"]) for row in rows if "return/mean" in row]
+    means = []
+    for frames, _ in points:
+        recent = [value for at, value in points if frames - window < at <= frames]
+        if frames >= window:
+            means.append((frames, statistics.fmean(recent)))
+    return means
+
+
+def draw(options: Curves) -> int:
+    """Draw the curves of runs, print a table of them, and return the exit code."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(options.runs), 3.2), layout="constrained")
+    table = Table("task", "frames", "first return", "best", "last", "seconds")
+    document: list[dict[str, Any]] = []
+    for axes, run in zip(figure.subplots(1, len(options.runs), squeeze=False)[0], options.runs, strict=True):
+        rows = [row for _, row in read_json_lines(run / "metrics.jsonl")]
+        task = json.loads((run / "config.json").read_text())["task"]
+        points = [(row["frames"], row["return/mean"]) for row in rows if "return/mean" in row]
+        means = averaged(rows, window=options.window)
+        axes.plot(*zip(*points, strict=True), alpha=0.35, linewidth=1)
+        axes.plot(*zip(*means, strict=True), color="C0", linewidth=2)
+        axes.set_title(f"{task}: return of the episodes that ended", fontsize=10)
+        axes.set_xlabel("frames", fontsize=9)
+        axes.grid(alpha=0.3)
+        values = [value for _, value in means]
+        document.append({
+            "task": task, "frames": rows[-1]["frames"], "first": values[0], "best": max(values),
+            "last": values[-1], "seconds": sum(row["timing_s/step"] for row in rows), "means": means})
+        returns = (f"{value:.1f}" for value in (values[0], max(values), values[-1]))
+        table.add_row(task, f"{rows[-1]['frames']:,.0f}", *returns, f"{document[-1]['seconds']:.0f}")
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.picture, dpi=110)
+    return report(
+        {"benchmark": "control curves", "machine": machine(), "runs": document}, tables=[table], goals=[],
+        as_json=options.json)
+
+
 def remove(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
 
 
 def main() -> int:
-    options = tyro.extras.subcommand_cli_from_dict({"sides": Sides, "ring": Ring}, description=__doc__)
+    commands = {"sides": Sides, "ring": Ring, "curves": Curves}
+    options = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
+    if isinstance(options, Curves):
+        return draw(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Its runs and hosts end with it.
     options.out = options.out.resolve()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])

@@ -126,11 +126,11 @@ class Agent(nn.Module):
         self.discrete = discrete
         pixels = len(shape) == 3
         self.body = nn.Sequential(
-            nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
-            nn.Conv2d(64, 64, 3, 1), nn.ReLU(), nn.Flatten(), layer(2304, 512), nn.ReLU(),
+            nn.Conv2d(4, 16, 6, 3), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.Flatten(),
+            layer(800, 256), nn.ReLU(),
         ) if pixels else nn.Sequential()
-        self.policy = layer(512, actions, 0.01) if pixels else tanh_mlp(shape[0], actions, 0.01)
-        self.value = layer(512, 1, 1.0) if pixels else tanh_mlp(shape[0], 1, 1.0)
+        self.policy = layer(256, actions, 0.01) if pixels else tanh_mlp(shape[0], actions, 0.01)
+        self.value = layer(256, 1, 1.0) if pixels else tanh_mlp(shape[0], 1, 1.0)
         self.log_std = nn.Parameter(torch.zeros(1 if discrete else actions))
         size = 1 if pixels else shape[0]
         self.register_buffer("moments", torch.stack([torch.zeros(size), torch.ones(size)]))
@@ -138,12 +138,12 @@ class Agent(nn.Module):
 
     def observed(self, x):
         """Let the means of observations and of their squares include a mini-batch of training."""
-        self.count = self.count + 1
-        self.moments = self.moments.lerp(torch.stack([x, x * x]).mean(1), 1 / self.count)
+        self.count.add_(1)
+        self.moments.lerp_(torch.stack([x.mean(0), (x * x).mean(0)]), 1 / self.count)
 
     def forward(self, x):
         if x.dim() == 4:
-            x = self.body(x / 255)
+            x = self.body(functional.layer_norm(x / 255, x.shape[1:]))  # Most of a screen is of one colour.
         else:
             mean, square = self.moments
             x = ((x - mean) / (square - mean * mean).clamp_min(1e-8).sqrt()).clamp(-10, 10)

@@ -117,7 +117,16 @@ class Batch:
 
     def select(self, indices: Sequence[int]) -> "Batch":
         """Return the samples at these places, in this order."""
-        fields = {key: _select(column, indices) for key, column in self.fields.items()}
+        numbers = np.array(indices, np.int64)
+        places: dict[torch.device, torch.Tensor] = {}  # The indices on each device that has tensors.
+        fields = {}
+        for key, column in self.fields.items():
+            if isinstance(column, torch.Tensor):
+                if column.device not in places:
+                    places[column.device] = upload(numbers, column.device)
+                fields[key] = column[places[column.device]]
+            else:
+                fields[key] = _select(column, indices)
         return Batch([self.ids[i] for i in indices], fields)
 
     def pick(self, keys: Sequence[str]) -> "Batch":
@@ -162,8 +171,6 @@ def num_tokens_of(column: Any) -> int:
 def _select(column: Any, indices: Sequence[int]) -> Any:
     if isinstance(column, Packed):
         return column.select(indices)
-    if isinstance(column, torch.Tensor):
-        return column[upload(np.array(indices, np.int64), column.device)]
     return [column[i] for i in indices]
 
 

@@ -218,6 +218,8 @@ class Group:
         equal chunks, which leaves out the elements that the last chunk has beyond them: see `sum_rests`.
         Other collectives go on beside it.
         """
+        if self.size == 1:
+            return lambda: None
         if not self._native:
             return self._post_reduce_scatter(self._chunks(flat), "reduce_scatter")
         body = chunk_body(len(flat), self.size)
@@ -244,6 +246,8 @@ class Group:
         On NCCL this is one collective of equal chunks, which leaves out the elements that the last chunk has
         beyond them: see `spread_rests`.
         """
+        if self.size == 1:
+            return
         if not self._native:
             self._all_gather_chunks(self._chunks(flat), "all_gather")
         elif body := chunk_body(len(flat), self.size):

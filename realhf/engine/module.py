@@ -64,6 +64,8 @@ class ModuleParameters(ShardedParameters):
                 weight = self.of_layer(0)[names[0]]
             elif isinstance(tensor, torch.nn.Parameter):
                 weight = torch.nn.Parameter(view, requires_grad=False)
+            else:  # It may change in place between a forward pass and its backward pass, as weights may not.
+                weight = view = view.data
             for name in names:
                 path, _, attribute = name.rpartition(".")
                 owner = self.module.get_submodule(path)
@@ -253,29 +255,29 @@ class ModuleEngine(Engine):
         self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report,
         beside: Mapping[str, Engine],
     ) -> Metrics | None:
-        weights = _weights(call, batch, self.flat.device)
-        mine = {"rows": float(len(batch)), "weight": float(weights.sum())}
+        weights = _weights(call, batch)
+        mine = {"rows": float(len(batch)), "weight": float(len(batch) if weights is None else weights.sum())}
         totals = self._summed(mine)
         if not totals["weight"]:
             return None
         step = self.optimizer.num_steps
-        fields = {**batch.fields, **self._noise(call, batch, step)}
+        if noise := self._noise(call, batch, step):
+            batch = Batch(batch.ids, batch.fields | noise)
         parts: list[Metrics] = []
         if not self.module.training:
             self.module.train()
-        for i, rows in enumerate(_micro_batches(Batch(batch.ids, fields), max_tokens)):
+        for i, rows in enumerate(_micro_batches(batch, max_tokens)):
             if not rows.ids:
                 continue
             report(f"micro-batch {i + 1}")
             losses, metrics = self._losses(call, rows, step=step, number=i, beside=beside)
-            shares = _weights(call, rows, self.flat.device) / totals["weight"]
+            weights = _weights(call, rows)
+            if weights is None:
+                weights = torch.ones(len(rows), dtype=torch.float64, device=self.flat.device)
+            shares = weights / totals["weight"]
             loss = (losses * shares).sum()
             loss.backward()
-            values = {"loss": loss.detach()}
-            for name, value in metrics.items():
-                of_rows = value.detach()
-                values[name] = of_rows.max() if name.endswith("/max") else (of_rows * shares).sum()
-            parts.append(dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)))
+            parts.append({"loss": loss.item()} | _weighted(metrics, shares))
         self._model.average_buffers(mine["rows"] / totals["rows"])
         return self._summed(sum_metrics(parts))
 
@@ -332,13 +334,17 @@ class ModuleEngine(Engine):
     @contextmanager
     def _random(self, call: FunctionCall, step: int, number: int) -> Iterator[None]:
         """Hold a random state of its own for each micro-batch of each optimizer step."""
-        device = self.flat.device
-        words = f"{call.name}/{step}/{number}/{self.groups.at.dp}"
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seed = stream_seed(self._seed, f"{call.name}/{step}/{number}/{self.groups.at.dp}")
+        generators = self._generators()
+        before = self._random_states()
+        try:
             # torch.manual_seed would also keep a stack of each call for CUDA, as long as that is not in use.
-            for generator in self._generators():
-                generator.manual_seed(stream_seed(self._seed, words) & 0x7FFFFFFFFFFFFFFF)
+            for generator in generators:
+                generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
             yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
 
 def _evaluating(module: torch.nn.Module) -> torch.nn.Module:
@@ -362,11 +368,21 @@ def _check_metrics(metrics: Any, call: str) -> None:
         raise UserError(f"call {call!r} returned the metric {taken[0]!r}, which the engine logs: rename it")
 
 
-def _weights(call: FunctionCall, rows: Batch, device: torch.device) -> Tensor:
-    """Return the weights of rows in means."""
+def _weighted(metrics: Mapping[str, Tensor], shares: Tensor) -> Metrics:
+    """Return each metric's sum over rows, weighted by their shares; or its maximum, if its name says so."""
+    if not metrics:
+        return {}
+    of_rows_MR = torch.stack([metric.detach().double() for metric in metrics.values()])
+    values = dict(zip(metrics, (of_rows_MR * shares).sum(1).tolist(), strict=True))
+    return values | {
+        name: metric.max().item() for name, metric in metrics.items() if name.endswith("/max")}
+
+
+def _weights(call: FunctionCall, rows: Batch) -> Tensor | None:
+    """Return the weights of rows in means; None if all have the weight 1."""
     key = call.work_as(TrainFunction).weights
     if key is None:
-        return torch.ones(len(rows), dtype=torch.float64, device=device)
+        return None
     column = rows[key]
     shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
     if shape != (len(rows),):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import math
 import subprocess
 import sys
@@ -122,6 +123,25 @@ def test_the_slow_environment_takes_as_long_as_it_should():
     ends = [env.step(env.action_space.sample())[3] for _ in range(100)]
     assert time.perf_counter() - start > 1.0
     assert ends == 99 * [False] + [True]
+
+
+def test_curves_are_means_over_frames(tmp_path, monkeypatch, capsys):
+    """Every second step of 10 frames has a return, 1, 2, ...: means over 40 frames are of two of them."""
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"frames": 10 * step, "timing_s/step": 0.5} for step in range(1, 13)]
+    for i, row in enumerate(rows[1::2], start=1):
+        row["return/mean"] = i
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run / "config.json").write_text(json.dumps({"task": "Pong"}))
+    picture = tmp_path / "curve.png"
+    words = ["curves", "--runs", str(run), "--picture", str(picture), "--window", "40", "--json"]
+    monkeypatch.setattr(sys, "argv", ["control.py", *words])
+    assert control.main() == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    (made,) = json.loads(capsys.readouterr().out)["runs"]
+    means = [[frames, frames / 20 - 0.5] for frames in (40, 60, 80, 100, 120)]
+    assert made == {
+        "task": "Pong", "frames": 120, "first": 1.5, "best": 5.5, "last": 5.5, "seconds": 6.0, "means": means}
 
 
 @pytest.mark.parametrize("command", ["sides", "ring"])

@@ -138,7 +138,11 @@ def test_learns_to_balance():
 def test_pixels_are_played():
     """Pong runs: four small frames are an observation, and stay bytes until the network reads them."""
     pytest.importorskip("ale_py")
-    assert example().make("ALE/Pong-v5").observation_space.shape == (4, 80, 80)
+    assert example().make("ALE/Pong-v5").observation_space.shape == (4, 40, 40)
+    frame = np.random.default_rng(0).integers(0, 256, (210, 160), np.uint8)
+    small = example().shrunk(frame)
+    assert all(small[y, x] == frame[34 + 4 * y : 38 + 4 * y : 2, 4 * x : 4 * x + 4 : 2].max()
+               for y in range(40) for x in range(40))
     settings = {"num_envs": 2, "horizon": 8, "steps": 1, "dtype": "float32", "minibatches": 1, "epochs": 1}
     (metrics,) = trained(World(), "ALE/Pong-v5", None, settings)
     assert metrics["frames"] == 16 and 0 < metrics["agent/entropy"] <= np.log(6) + 1e-6

@@ -94,6 +94,9 @@ def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[l
         for order in routing.orders(groups) for i in range(routing.num_minibatches)]
     for chosen in parts_of_epochs:
         units = chosen if routing.keep_groups else [[sample_id] for group in chosen for sample_id in group]
+        if dp == 1:  # Calls of small networks have many mini-batches.
+            minibatches.append([[sample for unit in units for sample in unit]])
+            continue
         parts = balance([sum(costs[s] for s in unit) for unit in units], dp)
         minibatches.append([[sample for index in part for sample in units[index]] for part in parts])
     return minibatches
