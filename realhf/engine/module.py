@@ -275,9 +275,8 @@ class ModuleEngine(Engine):
             if weights is None:
                 weights = torch.ones(len(rows), dtype=torch.float64, device=self.flat.device)
             shares = weights / totals["weight"]
-            loss = (losses * shares).sum()
-            loss.backward()
-            parts.append({"loss": loss.item()} | _weighted(metrics, shares))
+            (losses * shares).sum().backward()
+            parts.append(_weighted({"loss": losses, **metrics}, shares))
         self._model.average_buffers(mine["rows"] / totals["rows"])
         return self._summed(sum_metrics(parts))
 
@@ -370,8 +369,6 @@ def _check_metrics(metrics: Any, call: str) -> None:
 
 def _weighted(metrics: Mapping[str, Tensor], shares: Tensor) -> Metrics:
     """Return each metric's sum over rows, weighted by their shares; or its maximum, if its name says so."""
-    if not metrics:
-        return {}
     of_rows_MR = torch.stack([metric.detach().double() for metric in metrics.values()])
     values = dict(zip(metrics, (of_rows_MR * shares).sum(1).tolist(), strict=True))
     return values | {
