@@ -60,6 +60,8 @@ ELSEWHERE = {
     "make bench-setup": "needs a package index",
     "make control-bench-setup": "needs a package index",
     "python benchmarks/compare/control.py sides": "needs .venv-control-bench",
+    "python benchmarks/compare/control.py curves --runs runs/cheetah runs/pong --picture docs/srl-ppo.png":
+        "needs runs; test_control_benchmark.py draws one",
     "python benchmarks/compare/control.py ring": "takes minutes; its parts are in test_control_benchmark.py",
     "python benchmarks/gpu_check.py --json gpu.json --minutes 8": "needs a GPU",
     "python benchmarks/real_model.py curve --plan plan.yaml --picture docs/real-model.png": "takes an hour",
