@@ -217,28 +217,57 @@ class _Estimate:
             stage_costs[-1] = stage_costs[-1].plus(head)
         passes = self._pipelined(
             stage_costs, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2, largest=micro.largest)
-        ends = {0, strategy.pp - 1}
-        held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
         steps = self.work.minibatches * self.work.epochs
-        # Parameters are gathered between optimizer steps. After the last one, reallocations bring them.
-        gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
-        data = 0.0
-        owned = 0.0
-        for numel, span in zip(held, (self.groups.replicas, self.groups.expert_replicas), strict=True):
-            if numel:
-                data += rates.reduce_scatter(numel * role.wide_itemsize, span)
-                data += gathers * rates.all_gather(numel * role.itemsize, span)
-                owned += numel / span.size
+        data, update = self._updates(steps)
         data = max(0.0, data - rates.path.overlap * passes.seconds)
-        update = update_seconds(rates, role, owned=owned)
         by_cause = {cause: seconds * steps for cause, seconds in passes.seconds_by_cause.items()}
         by_cause |= {"data parallel": data * steps, "optimizer": update * steps}
         step_seconds = passes.seconds + data + update
         mean_share = 1 - (1 - micro.mean_share) * passes.seconds / step_seconds
         return CallCost(steps * step_seconds, by_cause, passes.num_micro_batches, mean_share)
 
+    def _updates(self, steps: int) -> tuple[float, float]:
+        """Return the seconds in which an optimizer step exchanges gradients and parameters, and of the update
+        itself, on average over `steps`. They do not depend on options, for which they are remembered."""
+        rates = self.rates
+        role = self.role
+        strategy = self.strategy
+        spans = (self.groups.replicas, self.groups.expert_replicas)
+        key = (role, strategy, spans, steps)
+        if key not in rates.known_updates:
+            ends = {0, strategy.pp - 1}
+            held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
+            # Parameters are gathered between optimizer steps. After the last one, reallocations bring them.
+            gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
+            data = 0.0
+            owned = 0.0
+            for numel, span in zip(held, spans, strict=True):
+                if numel:
+                    data += rates.reduce_scatter(numel * role.wide_itemsize, span)
+                    data += gathers * rates.all_gather(numel * role.itemsize, span)
+                    owned += numel / span.size
+            rates.known_updates[key] = (data, update_seconds(rates, role, owned=owned))
+        return rates.known_updates[key]
+
     def generate(self) -> CallCost:
-        """Return the cost of a round of generation: prefill of prompts and histories, then decoding.
+        """Return the cost of a round of generation.
+
+        The ranks of a cp group have rows of their own, as those of dp. So strategies that differ only in how
+        many ranks are in either have equal costs, which are remembered.
+        """
+        samples = math.ceil(self.work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
+        groups = self.groups
+        key = (
+            self.role, self.work, self.strategy.pp, self.strategy.num_replicas, samples, groups.tp, groups.ep,
+            groups.stages_meet_in_host, groups.num_sending)
+        known = self.rates.known_generations
+        if key not in known:
+            known[key] = self._generation(samples)
+        cost: CallCost = known[key]
+        return cost
+
+    def _generation(self, samples: int) -> CallCost:
+        """Return the cost of prefill of prompts and histories, then decoding, of so many samples on a rank.
 
         Each stage works on one cohort of rows. While samples wait, every slot that the cache holds has a row;
         the last rows then finish one by one. The call ends with the slowest replica.
@@ -246,7 +275,6 @@ class _Estimate:
         work = self.work
         pp = self.strategy.pp
         rank_rows = RankRows(self.role, work, self.strategy, self.rates.cluster.device_type == "cuda")
-        samples = math.ceil(work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
         live = samples * work.round.num_rows
         slots = min(live, work.max_rows)
         cohorts = min(pp, math.ceil(slots))
@@ -273,7 +301,7 @@ class _Estimate:
             "prefill": prefill,
             "restarts": restarts,
             "decode": scale * float(compute_K @ num_steps_K),
-            self.groups.within: scale * float(communication_K @ num_steps_K)}
+            self.groups.within_rows: scale * float(communication_K @ num_steps_K)}
         packing = 0.0
         if self.rates.cluster.device_type == "cpu":
             packing = max(

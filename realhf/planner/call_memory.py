@@ -126,7 +126,7 @@ class CallPieces:
         return widths(self.role.config, self.strategy.tp, self.strategy.ep)
 
     def stage(self, index: int) -> Stage:
-        num_layers = len(self.role.spec.stage_layers(self.strategy, index))
+        num_layers = sum(map(len, self.role.spec.chunk_layers(self.strategy, index)))
         return Stage(index, num_layers, index == 0, index == self.strategy.pp - 1)
 
     def load(self, tokens: float, *, num_passes: int, num_layers: int = 1) -> float:
@@ -359,7 +359,8 @@ class CallPieces:
 
     def widened_bytes(self, products: Sequence[tuple[int, int]], tokens: float) -> float:
         """Return the bytes of float32 copies in the largest of the matrix products that need them."""
-        return float32_bytes(products, tokens) * (self.role.dtype == "bfloat16" and not self.fused)
+        is_widened = self.role.dtype == "bfloat16" and not self.fused
+        return float32_bytes(products, tokens) if is_widened else 0.0
 
 
 # The moments of calls
@@ -527,9 +528,12 @@ class GenerationMoments:
         s = pieces.strategy
         kernels = stage.num_layers * OUR_CUDA.of_decode_block(
             config, has_experts=config.moe is not None, tp=s.tp, ep=s.ep)
-        largest = padded_size(self._rows) * pieces.strategy.ep
-        graphs = _GRAPH_KERNEL_BYTES * kernels * _num_padded_sizes(self._rows)
-        return graphs + pieces.forward_temporaries(largest)
+        return _GRAPH_KERNEL_BYTES * kernels * _num_padded_sizes(self._rows) + self._graph_pool
+
+    @cached_property
+    def _graph_pool(self) -> float:
+        """Bytes that the largest recorded step allocates."""
+        return self._pieces.forward_temporaries(padded_size(self._rows) * self._pieces.strategy.ep)
 
     @cached_property
     def _prefill_tokens(self) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.layout import MAX_RANKS, Layout
+from realhf.layout import MAX_RANKS, Layout, ParallelStrategy
 from realhf.planner.problem import ModelRole
 
 _MIB = 1 << 20
@@ -95,6 +95,7 @@ class CommunicatorMemory:
         self._channels = np.full(num_ranks, _num_channels(cluster))
         for ranks, kind in cluster.ranks_by_kind:
             self._channels[ranks.start : ranks.stop] = _num_channels(kind)
+        self._least: dict[tuple[ParallelStrategy, Use], CommunicatorBytes] = {}
         self._known: dict[tuple[Layout, Use] | tuple[int, ...], np.ndarray] = {}
 
     def of_layout(self, layout: Layout, use: Use) -> np.ndarray:
@@ -123,6 +124,14 @@ class CommunicatorMemory:
 
     def least(self, layout: Layout, use: Use) -> CommunicatorBytes:
         """Return the bytes that this layout adds at least on any of its ranks."""
+        if layout.tp <= use.num_kv_heads:  # No ranks share a head, however many there are.
+            use = use._replace(num_kv_heads=MAX_RANKS)
+        key = (layout.strategy, use)
+        if key not in self._least:
+            self._least[key] = self._counted_least(layout, use)
+        return self._least[key]
+
+    def _counted_least(self, layout: Layout, use: Use) -> CommunicatorBytes:
         ranks = list(layout.ranks)
         without = self.of_layout(layout, use._replace(trains=False))[ranks].min()
         if not use.trains:

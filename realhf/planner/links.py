@@ -68,9 +68,17 @@ class RankGroups(NamedTuple):
     @property
     def within(self) -> str:
         """The name under which communication inside a block is reported."""
-        axes = (("tensor", self.tp), ("context", self.cp), ("expert", self.ep))
-        used = [name for name, span in axes if span.size > 1]
-        return f"{' and '.join(used) or 'tensor'} parallel"
+        return _parallel(tensor=self.tp, context=self.cp, expert=self.ep)
+
+    @property
+    def within_rows(self) -> str:
+        """The same in generations, where each rank of a cp group has rows of its own."""
+        return _parallel(tensor=self.tp, expert=self.ep)
+
+
+def _parallel(**axes: Span) -> str:
+    used = [name for name, span in axes.items() if span.size > 1]
+    return f"{' and '.join(used) or 'tensor'} parallel"
 
 
 def ranks_per_host(cluster: Cluster, ranks: Iterable[int]) -> int:
@@ -124,6 +132,7 @@ class LinkRates:
     def __init__(self, cluster: Cluster, efficiencies: Efficiencies) -> None:
         self.cluster = cluster
         self.efficiencies = efficiencies
+        self._known_shares: dict[tuple[float, float, int], float] = {}
 
     def all_reduce(self, num_bytes: Any, span: Span) -> Any:
         """Return the seconds of a sum, for a number of bytes or an array of them, as in other collectives."""
@@ -169,13 +178,20 @@ class LinkRates:
     ) -> Any:
         """Return the seconds in which each of `num_sharing` devices of a host sends these fractions of some
         bytes inside its host and to others."""
+        key = (inside, outside, num_sharing)
+        if key not in self._known_shares:
+            self._known_shares[key] = self._seconds_per_byte(*key)
+        latency = self.cluster.link(within_host=not outside).latency_seconds
+        return num_bytes * self._known_shares[key] + num_latencies * latency
+
+    def _seconds_per_byte(self, inside: float, outside: float, num_sharing: int) -> float:
+        """Return the seconds of each byte of an exchange."""
         near = self.cluster.link(within_host=True)
         far = self.cluster.link(within_host=False)
-        slope = max(
+        return max(
             inside / self._reached(near.bandwidth_bytes_per_second),
             outside / self._reached(far.bandwidth_bytes_per_second),
             outside * num_sharing / self._reached(self.cluster.host_port_bytes_per_second))
-        return num_bytes * slope + num_latencies * (far if outside else near).latency_seconds
 
     def send(self, num_bytes: float, *, within_host: bool, num_sending: int = 1) -> float:
         """Return the seconds of a message, while `num_sending` devices of the host send as much."""

@@ -117,7 +117,7 @@ class Workload:
         """Tokens of a whole sequence."""
         return self.prompt_tokens + self.response_tokens
 
-    @property
+    @cached_property
     def prompts(self) -> int:
         return self.num_samples // self.samples_per_prompt
 
@@ -156,7 +156,7 @@ class Workload:
         """Fraction of responses that have at least t tokens, for t from 1 to the limit."""
         return self.lengths.survival
 
-    @property
+    @cached_property
     def lengths(self) -> Lengths:
         """The distribution of the lengths of responses."""
         return self.response_lengths or geometric(self.response_tokens, self._longest_response)
@@ -166,7 +166,7 @@ class Workload:
         """The distribution of the tokens that the model draws for a response."""
         return self.lengths if self.turns is None else self.turns.drawn
 
-    @property
+    @cached_property
     def round(self) -> RoundStatistics:
         """The rows of a round of generation in the steady state."""
         return steady_round(self.lengths, self.rounds)
@@ -181,7 +181,7 @@ class Workload:
         """The number of rounds after which every response has ended."""
         return -(-self._longest_response // self.round_tokens)
 
-    @property
+    @cached_property
     def _longest_response(self) -> int:
         return max(1, self.max_new_tokens, round(self.response_tokens))
 
@@ -222,7 +222,7 @@ class ModelRole:
     offloads_optimizer: bool = False  # The optimizer's state is in host memory between steps.
     int8: bool = False  # It is a copy for generation, whose linear layers and experts are in int8.
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
@@ -248,7 +248,7 @@ class ModelRole:
         num_scales = sum(param.shape[0] for param in int8)
         return 1 / self.itemsize + 2 * num_scales / sum(param.numel for param in int8)
 
-    @property
+    @cached_property
     def wide_itemsize(self) -> int:
         """Bytes of a gradient or optimizer value: float32, or float64 in a float64 model."""
         return max(4, self.itemsize)

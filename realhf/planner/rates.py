@@ -113,6 +113,8 @@ class Rates(LinkRates):
         self.path = path or EnginePath.of(cluster)
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.efficiencies.memory
         self.known_blocks: dict[tuple[object, ...], Cost] = {}
+        self.known_updates: dict[tuple[object, ...], tuple[float, float]] = {}
+        self.known_generations: dict[tuple[object, ...], Any] = {}
 
     def on(self, cluster: Cluster) -> "Rates":
         """Return the rates of another cluster; what this one was given replaces that one's efficiencies."""

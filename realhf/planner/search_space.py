@@ -146,7 +146,8 @@ class SearchSpace:
 
         The ranks of a plain Python call are undecided if the layout of its group is.
         """
-        seconds, first, stop = (np.zeros((len(choices), len(self.calls))) for _ in range(3))
+        # Plans are the last axis in memory, so that operations on all of them read contiguous memory.
+        seconds, first, stop = (np.zeros((len(self.calls), len(choices))).T for _ in range(3))
         for group, choice in zip(self.open_groups, choices.T, strict=True):
             seconds[:, group.calls] = group.seconds[choice]
             first[:, group.calls] = group.first[choice, None]

@@ -98,7 +98,8 @@ class Dependencies:
         A rank that only sends does so directly after the trainer; one that receives does so before the user.
         """
         sending, receiving = (share * self.durations(moving) for share in self.busy_shares)
-        busy = np.zeros((*first.shape, first.shape[1]))
+        num_plans, num_calls = first.shape
+        busy = np.zeros((num_calls, num_calls, num_plans)).transpose(2, 0, 1)  # Plans are last in memory.
         for number, (user, *_) in enumerate(self.weights):
             busy[:, user] += receiving[:, number, None]
         for j, numbers in self.copies.items():
@@ -294,8 +295,9 @@ def periods(
     """
     step = _one_step(*_waits(needs, seconds, shares, moving, busy))
     diagonal = np.arange(len(needs.data))
-    there_and_back = (step + step.transpose(1, 0, 2)).max(axis=(0, 1)) / 2
-    best = np.maximum(step[diagonal, diagonal].max(axis=0), there_and_back)
+    best = step[diagonal, diagonal].max(axis=0)
+    for i in range(1, len(step)):  # There and back again.
+        best = np.maximum(best, (step[i, :i] + step[:i, i]).max(axis=0) / 2)
     power = step
     for length in range(2, len(needs.data) + 1 if exact else 0):
         power = _product(power, step)
@@ -306,7 +308,10 @@ def periods(
 def one_step_periods(needs: Dependencies, seconds: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Return lower bounds of the periods, from cycles of one step without reallocations."""
     same, before = _waits(needs, seconds, shares, None, None)
-    bounds: np.ndarray = (_closure(same) + before.transpose(1, 0, 2)).max(axis=(0, 1), initial=0.0)
+    closure = _closure(same)
+    bounds = np.zeros(len(seconds))
+    for i in range(len(same)):
+        np.maximum(bounds, (closure[i, : i + 1] + before[: i + 1, i]).max(axis=0), out=bounds)
     return bounds
 
 
@@ -324,8 +329,15 @@ def step_periods(
 
 
 def have_common_ranks(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Return whether two calls have a device in common, for each plan; shape (K, N, N)."""
-    return (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
+    """Return whether two calls have a device in common, for each plan; shape (K, N, N).
+
+    Plans are the last axis in memory, as in `_waits`.
+    """
+    low = np.ascontiguousarray(first.T)
+    high = np.ascontiguousarray(stop.T)
+    shares = low[:, None] < high
+    shares &= low < high[:, None]
+    return shares.transpose(2, 0, 1)
 
 
 def first_starts(
@@ -352,15 +364,18 @@ def _waits(
     same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
     shared = np.ascontiguousarray(shares.transpose(1, 2, 0))
     for i in range(num):
-        for j in range(num):
-            matrix = same if j < i else before
-            released = call_seconds[j] + needs.receiving[i]
-            occupied = released if busy is None else released + busy[:, i, j]
-            matrix[i, j] = np.where(shared[i, j], occupied, NEVER)
-            if np.isfinite(needs.data[i, j]):
-                np.maximum(same[i, j], released + needs.data[i, j], out=same[i, j])
-            if np.isfinite(needs.late_data[i, j]):
-                np.maximum(before[i, j], released + needs.late_data[i, j], out=before[i, j])
+        for j in range(i + 1):
+            only_shared = np.where(shared[i, j], 0.0, NEVER)
+            for user, maker in {(i, j), (j, i)}:
+                matrix = same if maker < user else before
+                np.add(only_shared, call_seconds[maker] + needs.receiving[user], out=matrix[user, maker])
+                if busy is not None:
+                    matrix[user, maker] += busy[:, user, maker]
+    for i, j in np.argwhere(np.isfinite(needs.data)).tolist():
+        np.maximum(same[i, j], call_seconds[j] + (needs.receiving[i] + needs.data[i, j]), out=same[i, j])
+    for i, j in np.argwhere(np.isfinite(needs.late_data)).tolist():
+        arrived = call_seconds[j] + (needs.receiving[i] + needs.late_data[i, j])
+        np.maximum(before[i, j], arrived, out=before[i, j])
     for number, (i, j, lag, _) in enumerate(needs.weights):
         seconds_moving = 0.0 if moving is None else moving[:, number]
         matrix = before if lag else same
@@ -380,13 +395,18 @@ def _closure(same: np.ndarray) -> np.ndarray:
     for i in range(len(same)):
         closure[i, i] = 0.0
         for j in range(i):
-            np.maximum(closure[i], same[i, j] + closure[j], out=closure[i])
+            reached = closure[i, : j + 1]
+            np.maximum(reached, same[i, j] + closure[j, : j + 1], out=reached)
     return closure
 
 
 def _one_step(same: np.ndarray, before: np.ndarray) -> np.ndarray:
     """Return the longest wait, along all chains, between each call of a step and each of the step before."""
-    return _product(_closure(same), before)
+    step = before.copy()
+    for i in range(len(step)):
+        for j in range(i):
+            np.maximum(step[i], same[i, j] + step[j], out=step[i])
+    return step
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -56,6 +56,33 @@ def _flops(tokens, samples, chosen):
     return 2 * tokens * matrices + 2 * chosen * LLAMA.vocab_size * LLAMA.hidden_size, attention
 
 
+@pytest.mark.parametrize("kind", ["generate", "forward", "train_step"])
+def test_what_rates_remember_is_no_other_strategys_cost(kind):
+    """A cluster's rates remember costs for the calls and strategies that have them in common."""
+    bandwidths = {"flops": 1e15, "memory": 3e12, "intra": 4e11, "inter": 5e10, "latency": 1e-5, "pcie": 5e10}
+    shared = _rates(**bandwidths)
+    roles = (ROLE, ModelRole(ModelConfig.load("qwen3-30b-a3b"), trainable=True))
+    strategies = (
+        "d16", "d4c4", "c16", "d8t2", "d4c2t2", "d2c2t4", "d2t4p2", "c2t4p2", "d4c2p2", "d2c4e2", "d8e2")
+    rows = (4, 64) if kind == "generate" else (None,)
+    for role in roles:
+        for strategy in strategies if role.config.moe else strategies[:-2]:
+            for work in (WORK, replace(WORK, num_samples=60, minibatches=2), replace(WORK, runs=2.0)):
+                for max_rows in rows:
+                    options = {"role": role, "work": work, "max_rows": max_rows}
+                    alone = _cost(_rates(**bandwidths), kind, strategy, **options)
+                    assert _cost(shared, kind, strategy, **options) == alone
+
+
+def test_ranks_of_a_context_group_generate_rows_of_their_own():
+    rates = _rates(flops=1e15, memory=3e12, intra=4e11, inter=5e10)
+    for strategies in (("d8t2", "d2c4t2", "c8t2"), ("d4p4", "c4p4")):
+        expected, *others = (_cost(_rates(
+            flops=1e15, memory=3e12, intra=4e11, inter=5e10), "generate", s, max_rows=8) for s in strategies)
+        assert all(other == expected for other in others)
+        assert all(_cost(rates, "generate", strategy, max_rows=8) == expected for strategy in strategies)
+
+
 def test_training_takes_three_times_the_forward_flops():
     """Training takes 6 N FLOPs per token (Kaplan et al. 2020), flash attention's backward 2.5 times its
     forward."""

@@ -131,6 +131,18 @@ def test_the_communicators_are_those_of_the_runtime(pool, layout, trains):
     assert real == counted[: len(real)].tolist() and not counted[len(real) :].any()
 
 
+@pytest.mark.parametrize("num_kv_heads", [2, 4, 64])
+def test_the_least_communicators_of_layouts_count_their_heads(num_kv_heads):
+    communicators = CommunicatorMemory(Cluster.load("h100-8x8"), 64)
+    for text in ("t8d8@0-63", "t2d4@0-7", "t4p2d8@0-63", "t16d4@0-63"):
+        place = Layout.parse(text)
+        for trains in (False, True, False):
+            whole = sum(communicators.least(place, Use(trains, num_kv_heads=num_kv_heads))[:2])
+            groups = CommunicatorMemory(Cluster.load("h100-8x8"), 64).of_layout(
+                place, Use(trains, num_kv_heads=num_kv_heads))
+            assert whole == groups[list(place.ranks)].min()
+
+
 def test_communicators_take_what_was_measured():
     """544 MB for two A100s, 688 MB for more (NVIDIA/nccl issue 964); 3.3 GB for messages among eight H100s
     (issue 1685), of which the buffers by their sizes are 2.8 GB."""

@@ -1,5 +1,6 @@
 """Seconds of a step: periods against simulated ranks, what calls wait for, and predictions of given plans."""
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,16 @@ from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.reallocation import arrivals, reallocation_seconds
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.step_time import busy_shares, dependencies, first_starts, predict
+from realhf.planner.step_time import (
+    _waits,
+    busy_shares,
+    dependencies,
+    first_starts,
+    have_common_ranks,
+    one_step_periods,
+    periods,
+    predict,
+)
 from realhf.realloc.links import Links
 from realhf.realloc.quantise import make_int8_schedules
 from realhf.realloc.schedule import make_schedule
@@ -80,7 +90,40 @@ def test_period_is_what_ranks_need_that_walk(seed):
         assert walked == pytest.approx(period, rel=1e-9)
         assert finished[-1] >= (NUM_STEPS - len(space.calls)) * period * (1 - 1e-9)
         bound = space.periods(np.array([chosen]), exact=False)[0]
-        assert bound <= period * (1 + 1e-12)
+        assert space.quick_periods(np.array([chosen]))[0] <= bound * (1 + 1e-12) <= period * (1 + 2e-12)
+
+
+def longest_chains(same, before):
+    """Return the longest waits between calls of two steps, by trying all chains of calls."""
+    num = len(same)
+    longest = np.full((num, num), -np.inf)
+    for length in range(num):
+        for chain in itertools.combinations(range(num), length + 1):  # Each call waits for the one before.
+            waits = sum(same[after, call] for call, after in itertools.pairwise(chain))
+            for j in range(num):
+                longest[chain[-1], j] = max(longest[chain[-1], j], waits + before[chain[0], j])
+    return longest
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bounds_from_cycles_of_one_and_two_steps(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, num_calls=rng.randint(2, 6))
+    space = SearchSpace(problem, Rates(problem.cluster))
+    plans = np.array([[rng.randrange(len(g.candidates)) for g in space.groups] for _ in range(20)])
+    seconds, first, stop = space.call_times(plans)
+    moving = space.moving(plans)
+    shares = (first[:, :, None] < stop[:, None]) & (first[:, None] < stop[:, :, None])
+    assert np.array_equal(have_common_ranks(first, stop), shares)
+    quick = one_step_periods(space.needs, seconds, shares)
+    busy = space.needs.busy(moving, first, stop)
+    found = periods(space.needs, seconds, shares, moving=moving, busy=busy, exact=False)
+    for k in range(len(plans)):
+        same, before = (waits[..., k] for waits in _waits(space.needs, seconds, shares, None, None))
+        assert quick[k] == pytest.approx(np.diag(longest_chains(same, before)).max(), rel=1e-12)
+        same, before = (waits[..., k] for waits in _waits(space.needs, seconds, shares, moving, busy))
+        step = longest_chains(same, before)
+        assert found[k] == pytest.approx(max(np.diag(step).max(), (step + step.T).max() / 2), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(10))
