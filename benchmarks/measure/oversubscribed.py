@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Goal, report
+from benchmarks.harness import Goal, machine, report
 from benchmarks.measure.workloads import config_of, write_random_model
 from realhf.calls import Generate, SamplingConfig
 from realhf.cluster import Cluster
@@ -80,7 +80,8 @@ def main() -> int:
             f"{row['rows']} rows in a cache for {options.whole} whole ones: {row['seconds']:.2f} s, "
             f"{row['measured']:.2f} times as fast as {options.whole} rows (predicted {row['predicted']:.2f}, "
             f"with {row['held']:.1f} rows at once)", file=sys.stderr)
-    return report({"benchmark": "oversubscribed", "rows": rows}, tables=[], goals=goals, as_json=options.json)
+    document = {"benchmark": "oversubscribed", "machine": machine(), "rows": rows}
+    return report(document, tables=[], goals=goals, as_json=options.json)
 
 
 def measured(engine: NativeEngine, role: ModelRole, options: argparse.Namespace) -> list[dict[str, float]]:
