@@ -20,12 +20,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from realhf.cli import plan  # noqa: E402
 from realhf.cli.main import main as realhf  # noqa: E402
 
 PAGE = ROOT / "docs" / "planner.md"
 _COLUMNS = "100"
-_SECONDS = 600.0
+_SECONDS = 3600.0
 _FENCE = re.compile(r"(?m)^```\n(.*?)^```$", re.S)
 
 
@@ -62,18 +61,16 @@ def output_of(command: str) -> str:
     """Return what a command prints, run in a directory with the files of the page."""
     words = [*shlex.split(command)[1:], "--time-limit", f"{_SECONDS:g}"]
     printed = io.StringIO()
-    before = {"columns": os.environ.get("COLUMNS"), "seconds": plan._WHAT_IF_SECONDS}
+    columns = os.environ.get("COLUMNS")
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         Path("examples").symlink_to(ROOT / "examples")
         Path("by-hand.yaml").write_text(_file("by-hand.yaml"))
         os.environ["COLUMNS"] = _COLUMNS
-        plan._WHAT_IF_SECONDS = _SECONDS
         try:
             with contextlib.redirect_stdout(printed):
                 code = realhf(words)
         finally:
-            plan._WHAT_IF_SECONDS = before["seconds"]
-            os.environ["COLUMNS"] = before["columns"] or _COLUMNS
+            os.environ["COLUMNS"] = columns or _COLUMNS
     if code:
         raise RuntimeError(f"{command}: exit code {code}")
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())

@@ -608,6 +608,7 @@ UNTRUE = {
     "most even load that there is": "idle neighbours could relay",
     "none of the above changes a token": "in bfloat16 a token can flip",
     "None of this changes a token": "in bfloat16 a token can flip",
+    "above the lower bound": "the gap is a share of the step, not of the bound",
     "what the wires allow": "the ratio is computed for links that are assumed or named",
     "what the links allow": "the ratio is computed for links that are assumed or named",
 }

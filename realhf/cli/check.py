@@ -55,10 +55,11 @@ def main(options: Namespace, words: list[str]) -> int:
             warn(sentence)
         kernels = kernels_on_cuda(program) if device_type(cluster) == "cuda" else {}
     unproved = ""
+    with naming(options.experiment):
+        problem = None if cluster is None else problem_of(experiment, cluster)
     with naming(f"plan {options.plan}" if options.plan else options.experiment):
-        if cluster is not None:
-            proof: MemoryCheck | None = require_fit(
-                problem_of(experiment, cluster), program.plan, allow_tight=True)
+        if problem is not None:
+            proof: MemoryCheck | None = require_fit(problem, program.plan, allow_tight=True)
         else:
             proof, unproved = prove_here(experiment, program)
     if options.json:

@@ -43,7 +43,7 @@ from realhf.planner.comparisons import (
 from realhf.planner.comparisons import render as render_changes
 from realhf.planner.deadline import Deadline
 from realhf.planner.efficiencies import ENGINES
-from realhf.planner.make import Planned, PricedPlan, make_plan, price
+from realhf.planner.make import Planned, PricedPlan, TooLittleTime, make_plan, price
 from realhf.planner.measured_links import fitted_links
 from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile
@@ -51,6 +51,7 @@ from realhf.planner.profiled_rates import ProfiledRates, not_measured
 from realhf.planner.ranges import Robust, robust_plan
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
+from realhf.planner.search import gap_of
 from realhf.signals import end_by_signal
 from realhf.user_input.files import require_output
 from realhf.user_input.suggest import did_you_mean
@@ -133,8 +134,10 @@ class SearchWatch:
         if not math.isfinite(best):
             proven = f"no plan yet, lower bound {format_seconds(bound)}"
         else:
-            gap = f"gap {1 - bound / best:.1%}"
-            proven = f"best {format_seconds(best)} per step, lower bound {format_seconds(bound)}, {gap}"
+            near = "no lower bound yet"
+            if bound > 0:
+                near = f"lower bound {format_seconds(bound)}, gap {report.format_gap(best, bound)}"
+            proven = f"best {format_seconds(best)} per step, {near}"
         return f"searching{self._what} for {seconds:.1f} s: {proven}"
 
 
@@ -147,13 +150,9 @@ EXAMPLES = (
 _SLACK = 0.01
 """A plan with more free memory or simpler layouts may take so much longer than the fastest one found."""
 _GAP = 0.01
-"""The search ends when the plan is within this share of the lower bound."""
+"""The search ends when the gap, as a share of the step, is at most this."""
 TIME_LIMIT = 60.0
-"""Seconds for a plan; the search gets four fifths of them (planner/make.py)."""
-_FIRST_SEARCH = 0.25
-"""With --robust, the share of the time limit for the plan that is fastest as expected."""
-_WHAT_IF_SECONDS = 10.0
-"""Seconds after which the search under a change ends at the latest."""
+"""Seconds for a plan; the search gets four fifths of them (planner/make.py). Each question gets as many."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -167,9 +166,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = f"price passes as those of this engine: {', '.join(ENGINES)}; default: realhf"
     add("--engine", default="realhf", metavar="NAME", help=text)
     add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
-    text = f"most seconds for the plan, four fifths of them for the search; default: {TIME_LIMIT:g}"
+    text = f"most seconds for the plan, and as many for each question; default: {TIME_LIMIT:g}"
     add("--time-limit", type=float, default=TIME_LIMIT, metavar="S", help=text)
-    text = "stop as soon as the plan is within this share of the lower bound over the plans enumerated"
+    text = "stop when the lower bound over the plans enumerated is at most this share of a step below it"
     add("--gap", type=float, default=_GAP, help=f"{text}; default: {_GAP:g}")
     text = "prefer free memory, few layouts and hosts to the fastest plan, up to so much longer a step"
     add("--slack", type=float, default=_SLACK, help=f"{text}; default: {_SLACK:g}")
@@ -206,7 +205,7 @@ def main(options: Namespace, words: list[str]) -> int:
         _cluster(options, number)  # It refuses numbers that are not legal.
     if len(numbers) > 1:
         return _plan_sizes(experiment, options, [
-            cluster.first_devices(number) for number in numbers], rates, notes)
+            cluster.first_devices(number) for number in numbers], rates, notes, deadline)
     if options.price is not None:
         return _price(experiment, options, cluster, rates, notes)
     return _plan(experiment, options, cluster, rates, notes, deadline)
@@ -263,25 +262,24 @@ def _searched(
         if options.lost_hosts is not None and options.lost_hosts >= cluster.num_hosts:
             has = f"the cluster has {cluster.num_hosts}, and one must be left"
             raise UserError(f"--lost-hosts {options.lost_hosts}: {has}")
-        limit = deadline.left - (1 - _FIRST_SEARCH) * options.time_limit * options.robust
+        limit = deadline.left
         if limit <= 0:
             took = f"reading the experiment took {format_seconds(deadline.spent)}"
             raise UserError(f"--time-limit {options.time_limit:g}: {took}")
         if experiment.max_lag and not experiment.has_own_program:
-            planned = _search(problem, options, rates, time_limit=limit / 2, watch=watch)
+            planned = _search(problem, options, rates, time_limit=limit / 2, watch=watch, parts=2)
             synchronous = _problem(without_lag(experiment), options, cluster)
             other = _search(
-                synchronous, options, rates, time_limit=deadline.left, watch=watch, explain=False)
+                synchronous, options, rates, time_limit=deadline.left, watch=watch, explain=False, parts=2)
             comparison = LagComparison(
                 experiment.max_lag, experiment.num_rounds, planned.result, other.result)
         else:
             planned = _search(problem, options, rates, time_limit=limit, watch=watch)
         if options.robust:
             robust = robust_plan(
-                planned, time_limit=deadline.left, gap=options.gap,
+                planned, time_limit=options.time_limit, gap=options.gap, slack=options.slack,
                 should_stop=watch.should_stop, begin=lambda change: watch.begin(f"with {change}"))
-        limits = SearchLimits(
-            min(options.time_limit, _WHAT_IF_SECONDS), options.gap, watch.progress, watch.should_stop)
+        limits = SearchLimits(options.time_limit, options.gap, watch.progress, watch.should_stop)
         what_ifs = []
         for values in changes:
             watch.begin(" ".join(["with", *(f"{key}={value}" for key, value in values.items())]))
@@ -311,7 +309,7 @@ class _Found:
         document = report.document(self.planned) | {"not_measured": unmeasured}
         if self.robust is not None:
             document |= report.priced_document(self.priced) | {"robust": self.robust.document()}
-            document["gap"] = 1 - document["lower_bound_seconds"] / document["step_seconds"]
+            document["gap"] = gap_of(document["step_seconds"], document["lower_bound_seconds"])
         document |= self.comparison.document() if self.comparison else {}
         document |= {"cost": cost.document()} if cost is not None else {}
         if self.what_ifs:
@@ -369,11 +367,12 @@ def _cost(priced: PricedPlan, options: Namespace) -> Expense | None:
 
 def _plan_sizes(
     experiment: Experiment, options: Namespace, clusters: Sequence[Cluster], rates: Rates,
-    notes: Sequence[str],
+    notes: Sequence[str], deadline: Deadline,
 ) -> int:
     """Search a plan on each cluster, print the table of their steps and return the exit code.
 
-    Each gets an equal share of the time. The plan for as many devices as are enough is written to --output.
+    Each gets an equal share of the time that those before it have left. The plan for as many devices as are
+    enough is written to --output.
     """
     others = ("price", "what_if", "lost_hosts", "robust", "html")
     _refuse_others(options, others, why="--devices with several numbers prints a table")
@@ -384,12 +383,13 @@ def _plan_sizes(
         _check_limits(options)
         for cluster in clusters:
             watch.begin(f"on {cluster.num_devices} devices")
+            limit = deadline.left / (len(clusters) - len(sizes))
             planned, obstacle = None, None
             problem = _problem(experiment, options, cluster)
             try:
                 planned = _search(
-                    problem, options, rates.on(cluster), time_limit=options.time_limit / len(clusters),
-                    watch=watch, explain=False)
+                    problem, options, rates.on(cluster), time_limit=limit, watch=watch, explain=False,
+                    parts=len(clusters))
             except ValueError as error:
                 obstacle = str(error)
             sizes.append(SizedPlan(cluster.num_devices, planned, obstacle))
@@ -418,12 +418,11 @@ def _price(
     others = ("output", "pin", "together", "what_if", "lost_hosts", "robust")
     _refuse_others(options, others, why="--price searches no plan")
     plan = ExecutionPlan.load(options.price)
-    with naming(f"--price {options.price}"):
-        plan = checked_plan(experiment, plan, num_devices=cluster.num_devices)
     with _reporting(options.experiment):
         problem = problem_of(experiment, cluster)
     _check_limits(options)
     with naming(f"--price {options.price}"):
+        plan = checked_plan(experiment, plan, num_devices=cluster.num_devices)
         priced = price(problem, rates, plan)
     _write_page(options, priced)
     unmeasured = [*notes, *not_measured(rates, problem, plan)]
@@ -462,11 +461,11 @@ def _changes(problem: Problem, rates: Rates, texts: Sequence[str]) -> list[dict[
 
 def _search(
     problem: Problem, options: Namespace, rates: Rates, *, time_limit: float, watch: SearchWatch,
-    explain: bool = True,
+    explain: bool = True, parts: float = 1.0,
 ) -> Planned:
     return make_plan(
         problem, rates, time_limit=time_limit, gap=options.gap, progress=watch.progress,
-        should_stop=watch.should_stop, explain=explain, slack=options.slack)
+        should_stop=watch.should_stop, explain=explain, slack=options.slack, parts=parts)
 
 
 def _rates_of(options: Namespace, cluster: Cluster) -> tuple[Rates, list[str]]:
@@ -498,12 +497,16 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
     rates = _rates(cluster, profile)
     signals = () if is_worker() else (signal.SIGINT,)
     with _reporting(name), SearchWatch(*signals, then="the run begins with") as watch:
-        planned = make_plan(
-            problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
-            slack=_SLACK, progress=watch.progress, should_stop=watch.should_stop)
+        try:
+            planned = make_plan(
+                problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
+                slack=_SLACK, progress=watch.progress, should_stop=watch.should_stop)
+        except TooLittleTime as error:
+            command = f"`realhf plan --time-limit {error.limit_seconds:g} -o plan.yaml`"
+            raise ValueError(f"{error.reason}: make one by {command}, and run --plan plan.yaml") from None
     step = f"{format_seconds(planned.result.step_seconds)} per step predicted"
-    near = f"at most {planned.result.gap:.1%} above the lower bound over the plans enumerated"
     took = format_seconds(planned.search_seconds)
+    near = report.nearness(planned.result)
     print(f"realhf: planned in {took}: {step}, {near}", file=sys.stderr, flush=True)
     return planned.plan
 

@@ -18,10 +18,12 @@ from realhf.planner.make import Planned, make_plan
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import change
+from realhf.planner.report import format_gap
 from realhf.planner.search import NoPlan, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.user_input.units import format_bytes, format_seconds
 
+_PARTS = 1.5  # The time limit over the least time that is left for the best plan under a change.
 _SAME = 1e-3  # Relative difference below which two steps count as equally fast.
 ENOUGH = 0.1
 """So many devices are enough if no larger number that was tried makes the step shorter by more than this."""
@@ -73,8 +75,8 @@ class LagComparison(NamedTuple):
         rows = (
             ("synchronous", 0, 1, self.synchronous), ("lagged", self.max_lag, self.num_rounds, self.lagged))
         for name, lag, rounds, result in rows:
-            seconds = (result.step_seconds, result.lower_bound_seconds)
-            table.add_row(name, str(lag), str(rounds), *(f"{value:.3g}" for value in seconds))
+            bound = f"{result.lower_bound_seconds:.3g}" if result.lower_bound_seconds > 0 else "none"
+            table.add_row(name, str(lag), str(rounds), f"{result.step_seconds:.3g}", bound)
         return Group(table, Text(self.sentence))
 
 
@@ -144,11 +146,11 @@ def _under(
     seconds = None
     obstacle = _obstacle(problem, planned.plan)
     if obstacle is None:
-        there = limits._replace(time_limit=limits.time_limit / 3)
+        there = limits._replace(time_limit=limits.time_limit * (1 - 1 / _PARTS))
         seconds, obstacle = _with_layouts(problem, rates, planned.plan, there)
     try:
         left = limits._replace(time_limit=deadline.left)
-        best = make_plan(problem, rates, **left._asdict(), explain=False)
+        best = make_plan(problem, rates, **left._asdict(), explain=False, parts=_PARTS)
     except ValueError as error:
         return WhatIf(values, seconds, obstacle, best_obstacle=str(error))
     result = best.result
@@ -181,7 +183,7 @@ def _with_layouts(
     try:
         space = SearchSpace(replace(problem, pins=pins), rates, Deadline(limits.time_limit))
     except OutOfTime:
-        return None, "the time was too short for the layouts"
+        return None, "the time was too short for the layouts (--time-limit)"
     for group in space.groups:
         if not group.candidates:
             names = " and ".join(space.calls[i].name for i in group.calls)
@@ -203,12 +205,13 @@ def render(planned: Planned, changes: Sequence[WhatIf], *, columns: int) -> Grou
     for title in ("these layouts", "best found", "gap"):
         table.add_column(title, justify="right", no_wrap=True)
     now = planned.result
-    table.add_row("as it is", *[_seconds(now.step_seconds)] * 2, f"{now.gap:.1%}")
+    gap = format_gap(now.step_seconds, now.lower_bound_seconds)
+    table.add_row("as it is", *[_seconds(now.step_seconds)] * 2, gap)
     lines: list[str] = []
     for tried in changes:
         gap = ""
         if tried.best_step_seconds is not None and tried.best_lower_bound_seconds is not None:
-            gap = f"{1 - tried.best_lower_bound_seconds / tried.best_step_seconds:.1%}"
+            gap = format_gap(tried.best_step_seconds, tried.best_lower_bound_seconds)
         table.add_row(tried.name, _seconds(tried.step_seconds), _seconds(tried.best_step_seconds), gap)
         others = ", ".join(f"{name} {layout}" for name, layout in tried.best_layouts.items())
         times = None
@@ -344,7 +347,8 @@ class Sizing:
                 lines.append(f"{size.num_devices} devices: {size.obstacle}")
                 continue
             cost = [f"{self._cost(size.planned).per_step:.4g}"] if costs else []
-            gap = f"{size.planned.result.gap:.1%}"
+            result = size.planned.result
+            gap = format_gap(result.step_seconds, result.lower_bound_seconds)
             seconds = (f"{size.step_seconds:.3g}", f"{size.device_seconds:,.0f}")
             table.add_row(str(size.num_devices), *seconds, gap, *cost)
         wrapped = [

@@ -5,7 +5,7 @@ On a cluster with several kinds of hosts, the search begins from plans on hosts 
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
 from realhf.planner.reserves import ENOUGH_FREE, Preference, preferred
-from realhf.planner.search import LocalSearch, NoPlan, ReportProgress, SearchResult, leanest, search
+from realhf.planner.search import SAME, LocalSearch, NoPlan, ReportProgress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.shard import available_bytes
 from realhf.planner.step_time import (
@@ -46,6 +46,17 @@ _ANY_PLAN = 0.999  # With this gap, a search ends with the first plan that fits.
 _LEAST_SHARE = 0.01  # Shares of the enumeration below this say nothing about the rest.
 _AMPLE = 2.0  # How many times as long as the estimate the limit should be that a sentence names.
 _BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
+
+
+class TooLittleTime(ValueError):
+    """Layouts on all devices were not enumerated in time; a --time-limit of `limit_seconds` suffices."""
+
+    def __init__(self, spent: float, limit_seconds: float) -> None:
+        self.limit_seconds = limit_seconds
+        self.reason = f"no plan was found in {format_seconds(spent)}, as enumerating layouts on all devices "
+        self.reason += "takes longer"
+        super().__init__(
+            f"{self.reason}: give it more time, such as --time-limit {limit_seconds:g}")
 
 
 @dataclass(frozen=True)
@@ -135,13 +146,17 @@ def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
     progress: ReportProgress | None = None, should_stop: Callable[[], bool] | None = None,
     explain: bool = True, slack: float = 0.0, clock: Callable[[], float] = time.monotonic,
+    parts: float = 1.0, start: ExecutionPlan | None = None,
 ) -> Planned:
     """Return the best plan found within `time_limit` seconds of the clock, or sooner when it is within `gap`
     of the lower bound over the plans enumerated, or when there is one and `should_stop` returns True.
 
     With `explain`, it has the reasons for the layouts, as far as the time allows. With `slack`, a plan with
-    reserves or simpler layouts is preferred whose step is longer by at most this fraction. Raises ValueError
-    when nothing fits, or nothing was found in time.
+    reserves or simpler layouts is preferred whose step is longer by at most this fraction. The search begins
+    with the layouts of `start`, if they are given and among those enumerated.
+
+    Raises ValueError when nothing fits, or nothing was found in time; if there was no time to enumerate,
+    TooLittleTime with a limit that suffices, of which `time_limit` is one of so many parts.
     """
     deadline = Deadline(time_limit, clock)
     _require_supported(problem, rates)
@@ -150,17 +165,14 @@ def make_plan(
             space = SearchSpace(problem, rates, deadline)
     except OutOfTime as error:
         takes = deadline.spent / max(error.share, _LEAST_SHARE) / _ENUMERATING
-        limit = float(f"{max(1.0, takes * _AMPLE):.1g}")
-        late = "enumerating layouts on all devices takes longer"
-        raise ValueError(
-            f"no plan was found in {format_seconds(deadline.spent)}, as {late}: give it more time, such as "
-            f"--time-limit {limit:g}") from None
+        raise TooLittleTime(deadline.spent, _rounded_up(max(1.0, takes * _AMPLE) * parts)) from None
     _require_candidates(space)
     with deadline.sooner(_SEARCHING * time_limit - deadline.spent):
         baseline = None
         with suppress(OutOfTime):
             baseline = heuristic(space)
         starts = [] if baseline is None else [baseline.chosen]
+        starts += [] if start is None else _as_candidates(space, start)
         starts += starts_by_kind(
             space, time_limit=_BY_KIND * time_limit, gap=gap, max_iterations=max_iterations,
             should_stop=should_stop)
@@ -174,12 +186,17 @@ def make_plan(
         preference = preferred(
             space, np.array(result.chosen), slack=slack, time_limit=_PREFERRING * time_limit,
             should_stop=should_stop)
-    if preference is not None:
-        result = replace(result, chosen=preference.chosen, step_seconds=preference.step_seconds)
-    chosen = np.array(result.chosen)
+    reserve = 0.0 if slack == 0 else ENOUGH_FREE * space.capacity
     with deadline.lifted():
-        space.refine(result.chosen, reserve=0.0 if slack == 0 else ENOUGH_FREE * space.capacity)
-        step_seconds = float(space.exact_periods(chosen[None])[0])
+        if preference is not None:
+            fastest_seconds = _refined(space, preference.fastest, reserve)
+            result = replace(result, chosen=preference.chosen)
+        step_seconds = _refined(space, result.chosen, reserve)
+    chosen = np.array(result.chosen)
+    if preference is not None:
+        is_longer = step_seconds > fastest_seconds * (1 + SAME)
+        preference = replace(
+            preference, step_seconds=step_seconds, fastest_seconds=fastest_seconds) if is_longer else None
     bound = min(result.lower_bound_seconds, step_seconds)
     result = replace(result, step_seconds=step_seconds, lower_bound_seconds=bound)
     figures = {name: getattr(result, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
@@ -192,6 +209,18 @@ def make_plan(
     return Planned(
         problem, rates, plan, priced.costs, priced.simulation, priced.ports, priced.memory, space, result,
         reasons, baseline, deadline.spent, preference)
+
+
+def _refined(space: SearchSpace, chosen: Sequence[int], reserve: float) -> float:
+    """Refine the micro-batches of a plan, and return the seconds of its step."""
+    space.refine(chosen, reserve=reserve)
+    return float(space.exact_periods(np.array(chosen)[None])[0])
+
+
+def _rounded_up(seconds: float) -> float:
+    """Return seconds with one digit that is not 0, and not less."""
+    unit = 10.0 ** math.floor(math.log10(seconds))
+    return math.ceil(seconds / unit) * unit
 
 
 def price(problem: Problem, rates: Rates, plan: ExecutionPlan) -> PricedPlan:
@@ -304,6 +333,23 @@ def _located(space: SearchSpace, alone: SearchSpace, chosen: tuple[int, ...], fi
             i for i, other in enumerate(whole.candidates)
             if other.layout == layout and [variant.call_plan for variant in other.variants] == plans))
     return located
+
+
+def _as_candidates(space: SearchSpace, plan: ExecutionPlan) -> list[list[int]]:
+    """Return the candidates with a plan's layouts, and with its options as far as there are such; an empty
+    list if a layout is not among the candidates."""
+    chosen = []
+    layouts = contiguous_layouts(space.problem, plan)
+    for group in space.groups:
+        wanted = [plan[space.calls[i].name].options for i in group.calls]
+        layout = layouts[group.calls[0]]
+        alike = {
+            index: sum(v.call_plan.options == now for v, now in zip(candidate.variants, wanted, strict=True))
+            for index, candidate in enumerate(group.candidates) if candidate.layout == layout}
+        if not alike:
+            return []
+        chosen.append(max(alike, key=alike.__getitem__))
+    return [chosen]
 
 
 def simulate(

@@ -19,13 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.execution_plan import ExecutionPlan
+from realhf.planner.deadline import Deadline
 from realhf.planner.lengths import Lengths
-from realhf.planner.make import Planned, PricedPlan, make_plan, price
+from realhf.planner.make import Planned, PricedPlan, TooLittleTime, make_plan, price
 from realhf.planner.memory_account import check_memory
 from realhf.planner.problem import Problem, Workload
 from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.rates import Rates
+from realhf.planner.reserves import standing_of
 from realhf.planner.search import SAME
+from realhf.planner.search_space import SearchSpace
 from realhf.planner.step_time import predict
 from realhf.user_input.units import format_seconds
 
@@ -46,6 +49,7 @@ _EFFICIENCIES = {
 STANDS = 0.01
 """The choice stands as long as its step is longer than the best found by at most this fraction."""
 _BISECTIONS = 5
+_MOST_NEIGHBOURS = 24  # The layouts of a call that are tried without a search of its own.
 
 
 class Change(NamedTuple):
@@ -93,6 +97,12 @@ class Robust:
     changes: Sequence[Change]
     seconds: Sequence[tuple[float, float, float]]
     stands: Mapping[str, tuple[float, float]]
+    num_plans: int
+    """The plans that were compared."""
+    num_whole: int
+    """The changes with a search of their own; under the others, layouts of one call at a time were tried."""
+    more_seconds: float | None
+    """The time limit with which every change has a search of its own; None if no lack of time is known."""
 
     @property
     def regret(self) -> float:
@@ -106,7 +116,20 @@ class Robust:
 
     @property
     def sentences(self) -> list[str]:
-        """Return how good the plan is over the ranges, and where it stays nearly the best."""
+        """Return how good the plan is over the ranges, where it stays nearly the best, and what was left out.
+
+        If most changes had no search of their own, nothing is said about ranges.
+        """
+        num_searches = len(self.changes) - 1
+        missing = []
+        if self.num_whole < num_searches:
+            more = f", such as --time-limit {self.more_seconds:g}" if self.more_seconds else " (--time-limit)"
+            missing.append(
+                f"{self.num_whole} of {num_searches} searches under a change found a plan in time; under the "
+                f"other changes, layouts of one call at a time were tried: give them more time{more}")
+        if self.num_whole < num_searches / 2:
+            plans = f"{self.num_plans} plan{'s' * (self.num_plans > 1)}"
+            return [f"too little is known about these ranges: this is a choice among {plans}", *missing]
         if self.is_first:
             first = "the plan without ranges is also the choice over them: its step is at most "
             first += f"{self.regret:.1%} longer than the best found under each change"
@@ -116,7 +139,7 @@ class Robust:
         part = [f"{name} x {low:.2g} to x {high:.2g}" for name, (low, high) in self.stands.items()
                 if (low, high) != RANGES[name]]
         where = f"for {', '.join(part)}, and in the other ranges" if part else "in all of these ranges"
-        return [first, f"it stays within {STANDS:.0%} of the best found {where}"]
+        return [first, f"it stays within {STANDS:.0%} of the best found {where}", *missing]
 
     def document(self) -> dict[str, Any]:
         """Return what `realhf plan --robust --json` adds."""
@@ -127,6 +150,7 @@ class Robust:
         return {
             "is_first": self.is_first, "largest_regret": self.regret,
             "first_largest_regret": self.first_regret, "changes": rows,
+            "num_plans": self.num_plans, "num_whole_searches": self.num_whole,
             "stands": {name: list(ends) for name, ends in self.stands.items()}}
 
     def render(self, *, columns: int) -> Group:
@@ -151,42 +175,112 @@ def changes_of(rates: Rates) -> list[Change]:
 
 
 def robust_plan(
-    planned: Planned, *, time_limit: float, gap: float, begin: Callable[[Change], None],
+    planned: Planned, *, time_limit: float, gap: float, begin: Callable[[Change], None], slack: float = 0.0,
     should_stop: Callable[[], bool] | None = None,
 ) -> Robust:
     """Return the plan with the least largest regret among the given one and the fastest under each change.
 
-    Each search gets an equal part of the time; `begin` is told before each.
+    Each search begins with the given plan's layouts, and gets an equal part of the time that those before it
+    have left; `begin` is told before each. If it has too little time for layouts of its own, those of the
+    given plan's search are tried instead, for one call at a time. With `slack`, a plan with more reserves or
+    simpler layouts is preferred to others, here as without changes, if its largest regret is higher by at
+    most this fraction of a step.
     """
     problem = planned.problem
     rates = planned.rates
     changes = changes_of(rates)
+    deadline = Deadline(time_limit)
     plans = [planned.plan]
-    for change in changes[1:]:
+    num_whole = 0
+    more_seconds = None
+    for number, change in enumerate(changes[1:]):
         if should_stop is not None and should_stop():
             break
         begin(change)
+        changed = change.of(problem, rates)
+        part = deadline.part(deadline.left / (len(changes) - 1 - number))
         try:
             found = make_plan(
-                *change.of(problem, rates), time_limit=time_limit / len(changes[1:]), gap=gap, explain=False,
-                should_stop=should_stop)
-        except ValueError:  # None that fits was found in time.
-            continue
-        if check_memory(problem, found.plan).fits:
-            plans.append(found.plan)
+                *changed, time_limit=part.left, gap=gap, slack=slack, explain=False, should_stop=should_stop,
+                parts=len(changes) - 1, start=planned.plan).plan
+            num_whole += 1
+        except ValueError as error:  # None that fits was found in time.
+            if isinstance(error, TooLittleTime):
+                more_seconds = max(error.limit_seconds, more_seconds or 0.0)
+            found = _with_other_layouts(planned, *changed, part)
+        if check_memory(problem, found).fits:
+            plans.append(found)
     prices = _SecondsUnderChanges(problem, rates, plans)
     table = np.array([prices.under(change) for change in changes])
     best = table.min(axis=1, keepdims=True)
     regrets = (table / best - 1).max(axis=0)
-    order = np.lexsort((table[0], np.round(regrets, 4)))
-    chosen = 0 if regrets[0] <= regrets[order[0]] + 1e-4 else int(order[0])
+    chosen = _preferred(problem, plans, regrets, table[0], slack)
     stands = {
         name: (prices.reach(chosen, name, low), prices.reach(chosen, name, high))
         for name, (low, high) in RANGES.items() if any(change.quantity == name for change in changes)}
     priced = planned if chosen == 0 else _with_predictions(price(problem, rates, plans[chosen]))
     rows = [(float(row[0]), float(row[chosen]), float(row.min())) for row in table]
     bound = min(planned.result.lower_bound_seconds, float(table[0].min()))
-    return Robust(priced, bound, chosen == 0, changes, rows, stands)
+    num_plans = len({_without_predictions(plan) for plan in plans})
+    return Robust(priced, bound, chosen == 0, changes, rows, stands, num_plans, num_whole, more_seconds)
+
+
+def _preferred(
+    problem: Problem, plans: Sequence[ExecutionPlan], regrets: np.ndarray, seconds: np.ndarray, slack: float
+) -> int:
+    """Return the index of the plan to choose; the first one if it is as good as that."""
+    if slack > 0:
+        standings = [standing_of(problem, plan, 0.0)[:2] for plan in plans]
+        within = np.flatnonzero(1 + regrets <= (1 + regrets.min()) * (1 + slack) * (1 + SAME)).tolist()
+        first = min(standings[i] for i in within)
+        among = [i for i in within if standings[i] == first]
+    else:
+        among = list(range(len(plans)))
+    chosen = min(among, key=lambda i: (round(float(regrets[i]), 4), float(seconds[i])))
+    return 0 if 0 in among and regrets[0] <= regrets[chosen] + 1e-4 else chosen
+
+
+def _with_other_layouts(
+    planned: Planned, problem: Problem, rates: Rates, deadline: Deadline
+) -> ExecutionPlan:
+    """Return the plan in which local search under a change ends, or the best so far when the time is over.
+
+    It begins with the given plan, and changes the candidate of one call group at a time among those of the
+    given plan's search, whose seconds as expected say which are tried first.
+    """
+    space = planned.space
+    chosen = planned.result.chosen
+    plan = planned.plan
+    seconds = predict(problem, rates, plan).step_seconds
+    is_better = True
+    while is_better:
+        is_better = False
+        for index in range(len(space.groups)):
+            for other in _neighbours(space, chosen, index):
+                if deadline.left <= 0:
+                    return plan
+                if space.memory.excess(np.array([other]))[0] > 0:
+                    continue
+                tried = ExecutionPlan(space.call_plans(other))
+                if (takes := predict(problem, rates, tried).step_seconds) < seconds * (1 - SAME):
+                    chosen = other
+                    plan = tried
+                    seconds = takes
+                    is_better = True
+    return plan
+
+
+def _neighbours(space: SearchSpace, chosen: tuple[int, ...], index: int) -> list[tuple[int, ...]]:
+    """Return plans that differ in the layout of one call group: the fastest few as expected."""
+    candidates = space.groups[index].candidates
+    plans = np.repeat(np.array([chosen]), len(candidates), axis=0)
+    plans[:, index] = np.arange(len(candidates))
+    found: dict[object, tuple[int, ...]] = {candidates[chosen[index]].layout: chosen}
+    for row in np.argsort(space.periods(plans, exact=False), kind="stable").tolist():
+        if len(found) > _MOST_NEIGHBOURS:
+            break
+        found.setdefault(candidates[row].layout, tuple(plans[row].tolist()))
+    return [plan for plan in found.values() if plan != chosen]
 
 
 class _SecondsUnderChanges:
@@ -220,6 +314,10 @@ class _SecondsUnderChanges:
             else:
                 fails = middle
         return holds
+
+
+def _without_predictions(plan: ExecutionPlan) -> str:
+    return repr({name: replace(call_plan, predicted={}) for name, call_plan in plan.calls.items()})
 
 
 def _with_predictions(priced: PricedPlan) -> PricedPlan:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from realhf.planner.candidates import pins_outside
 from realhf.planner.make import Planned, PricedPlan, TimelineEntry
+from realhf.planner.search import SearchResult, gap_of
 from realhf.user_input.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
@@ -19,6 +20,7 @@ _NARROWEST_TEXT = 60
 _MOST_ROWS = 16
 _IDLE = "."
 _SAME = 1e-3  # Relative difference below which two steps count as equally long.
+_EQUAL = 1e-6  # The gap up to which a step is said to equal the bound.
 
 
 def document(planned: Planned) -> dict[str, Any]:
@@ -70,6 +72,21 @@ def priced_document(priced: PricedPlan) -> dict[str, Any]:
             "idle": priced.simulation.idle.tolist(),
         },
     }
+
+
+def format_gap(step_seconds: float, lower_bound_seconds: float) -> str:
+    """Return the gap for people: "no bound" if none was found in the time."""
+    return f"{gap_of(step_seconds, lower_bound_seconds):.1%}" if lower_bound_seconds > 0 else "no bound"
+
+
+def nearness(result: SearchResult, *, among: str = "the plans enumerated") -> str:
+    """Return how near a step is to the lower bound, in words."""
+    if result.lower_bound_seconds <= 0:
+        return "no lower bound was found in the time"
+    bound = f"the lower bound over {among}"
+    if result.gap <= _EQUAL:
+        return f"equal to {bound}"
+    return f"a gap of {result.gap:.2%} to {format_seconds(result.lower_bound_seconds)}, {bound}"
 
 
 def render(planned: Planned, *, columns: int) -> Group:
@@ -128,13 +145,11 @@ def explanation(planned: Planned, *, columns: int) -> list[str]:
 
 def _summary(planned: Planned) -> list[Text]:
     result = planned.result
-    near = f"at most {result.gap:.2%} above" if result.gap > 1e-6 else "equal to"
-    enumerated = "the lower bound over the plans enumerated"
-    if planned.problem.pins or planned.problem.together:
-        enumerated += " with what is pinned or kept together"
+    is_tied = planned.problem.pins or planned.problem.together
+    enumerated = "the plans enumerated" + " with what is pinned or kept together" * bool(is_tied)
     outside = ", ".join(f"{name}={layout}" for name, layout in pins_outside(planned.problem).items())
     took = f"found in {format_seconds(planned.search_seconds)}"
-    lines = [f"{format_seconds(result.step_seconds)} per step: {near} {enumerated}, {took}"]
+    lines = [f"{format_seconds(result.step_seconds)} per step: {nearness(result, among=enumerated)}, {took}"]
     if not planned.space.is_whole:
         lines.append(
             "the time limit left meshes of some sizes out, so there may be better plans: give it more time "

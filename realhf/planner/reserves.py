@@ -7,7 +7,7 @@ one call group at a time, as local search does.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,8 +16,13 @@ import numpy as np
 
 from realhf.execution_plan import ExecutionPlan
 from realhf.planner.deadline import OutOfTime
+from realhf.planner.links import ContiguousLayout
+from realhf.planner.memory_account import MemoryAccount
+from realhf.planner.problem import Problem
 from realhf.planner.search import SAME
 from realhf.planner.search_space import SearchSpace
+from realhf.planner.shard import available_bytes
+from realhf.planner.step_time import contiguous_layouts
 from realhf.user_input.units import format_bytes, format_seconds
 
 ENOUGH_FREE = 0.1
@@ -44,9 +49,10 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Preference:
-    """A plan that is preferred to the fastest one, and how both stand."""
+    """A plan that is preferred to the fastest one that was found, and how both stand."""
 
     chosen: tuple[int, ...]
+    fastest: tuple[int, ...]
     step_seconds: float
     fastest_seconds: float
     more_free_bytes: float  # On the fullest device; 0 where the fastest plan has enough.
@@ -72,14 +78,15 @@ def preferred(
 ) -> Preference | None:
     """Return a plan that is preferred to the fastest one and takes at most `slack` longer, as a fraction.
 
-    The result is None if the fastest one is itself preferred. The search for it ends after the time limit, or
-    when `should_stop` returns True.
+    Any plan that turns out to be faster on the way becomes the fastest one. The result is None if that is the
+    given one, and is itself preferred. The search ends after the time limit, or when `should_stop` returns
+    True.
     """
     with space.deadline.lifted():
-        step_seconds = float(space.exact_periods(fastest[None])[0])
-        standing = before = _standing(space, fastest, step_seconds)
-    limit = step_seconds * (1 + slack)
-    chosen = fastest
+        seconds = float(space.exact_periods(fastest[None])[0])
+        standing = before = _standing(space, fastest, seconds)
+    given = chosen = fastest
+    limit = seconds * (1 + slack)
     with space.deadline.sooner(time_limit), suppress(OutOfTime):
         for num_reasons in (1, 2):  # Memory comes first; simpler layouts take what it leaves of the slack.
             is_better = True
@@ -93,19 +100,26 @@ def preferred(
                         if seconds > limit or space.memory.excess(plan[None])[0] > 0:
                             continue
                         new = _standing(space, plan, seconds)
-                        if _comes_before(new, standing, num_reasons):
+                        if seconds < before.step_seconds * (1 - SAME):
+                            fastest = plan
+                            before = new
+                            limit = seconds * (1 + slack)
+                        if standing.step_seconds > limit or _comes_before(new, standing, num_reasons):
                             chosen = plan
                             standing = new
                             is_better = True
     if standing[:2] == before[:2]:
+        chosen = fastest
+        standing = before
+    if chosen is given:
         return None
     more = 0.0
     if standing.lacking_levels < before.lacking_levels:
         free, fastest_free = (_free_bytes(space, plan) for plan in (chosen, fastest))
         more = free - fastest_free
     return Preference(
-        tuple(chosen.tolist()), standing.step_seconds, step_seconds, more, standing.simplicity,
-        before.simplicity)
+        tuple(chosen.tolist()), tuple(fastest.tolist()), standing.step_seconds, before.step_seconds, more,
+        standing.simplicity, before.simplicity)
 
 
 def _comes_before(new: Standing, old: Standing, num_reasons: int) -> bool:
@@ -114,10 +128,21 @@ def _comes_before(new: Standing, old: Standing, num_reasons: int) -> bool:
     return new.step_seconds < old.step_seconds * (1 - SAME)
 
 
+def standing_of(problem: Problem, plan: ExecutionPlan, seconds: float) -> Standing:
+    """Return the place of a plan that takes so many seconds per step."""
+    free = -MemoryAccount(problem).excess(plan) / available_bytes(problem.cluster)
+    layouts = contiguous_layouts(problem, plan).values()
+    return Standing(_lacking_levels(free), _simplicity_of(problem, {*layouts}), seconds)
+
+
 def _standing(space: SearchSpace, chosen: np.ndarray, seconds: float) -> Standing:
     free = _free_bytes(space, chosen) / space.capacity
-    lacking = max(0, math.ceil((ENOUGH_FREE - free) / _LEVEL - SAME))
-    return Standing(lacking, _simplicity(space, chosen), seconds)
+    return Standing(_lacking_levels(free), _simplicity(space, chosen), seconds)
+
+
+def _lacking_levels(free: float) -> int:
+    """Return how much a share of free memory lacks to be enough."""
+    return max(0, math.ceil((ENOUGH_FREE - free) / _LEVEL - SAME))
 
 
 def _free_bytes(space: SearchSpace, chosen: np.ndarray) -> float:
@@ -129,7 +154,11 @@ def _free_bytes(space: SearchSpace, chosen: np.ndarray) -> float:
 
 def _simplicity(space: SearchSpace, chosen: np.ndarray) -> Simplicity:
     layouts = {group.candidates[i].layout for group, i in zip(space.groups, chosen.tolist(), strict=True)}
-    per_host = space.problem.cluster.devices_per_host
+    return _simplicity_of(space.problem, layouts)
+
+
+def _simplicity_of(problem: Problem, layouts: Collection[ContiguousLayout]) -> Simplicity:
+    per_host = problem.cluster.devices_per_host
     hosts = {rank // per_host for layout in layouts for rank in (*layout.ranks[::per_host], layout.ranks[-1])}
     axes = [(s.tp, s.num_replicas, s.cp, s.pp, s.ep) for s in (layout.strategy for layout in layouts)]
     return Simplicity(len(layouts), len(hosts), sum(size > 1 for sizes in axes for size in sizes))

@@ -45,6 +45,11 @@ _PENALTY = 1e6  # Seconds that rank all plans that do not fit after those that d
 SAME = 1e-9  # Relative difference below which two times are equal.
 
 
+def gap_of(step_seconds: float, lower_bound_seconds: float) -> float:
+    """Return the share of a step by which the best plan may be shorter; 1: there is no bound."""
+    return (step_seconds - lower_bound_seconds) / step_seconds
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """The best plan found (one candidate per call group) and the lower bound over the plans enumerated."""
@@ -56,7 +61,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        return (self.step_seconds - self.lower_bound_seconds) / self.step_seconds
+        return gap_of(self.step_seconds, self.lower_bound_seconds)
 
 
 @dataclass(frozen=True)

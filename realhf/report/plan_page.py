@@ -58,7 +58,7 @@ def _cards(priced: PricedPlan) -> list[Card]:
     if isinstance(priced, Planned):
         found.append(Card(
             "Lower bound", format_seconds(priced.result.lower_bound_seconds),
-            f"at most {priced.result.gap:.1%} above it, over the plans enumerated"))
+            f"over the plans enumerated; the gap is {priced.result.gap:.1%} of a step"))
         if (usual := priced.heuristic) is not None and usual.fits:
             found.append(Card(
                 "Beside one layout for all", f"{usual.seconds / priced.step_seconds:.2f} x as fast",

@@ -34,6 +34,8 @@ from realhf.layout import Layout
 from realhf.planner.comparisons import SizedPlan, Sizing
 from realhf.planner.make import make_plan
 from realhf.planner.rates import Rates
+from realhf.planner.report import format_gap, nearness
+from realhf.planner.search import SearchResult
 from realhf.planner.step_time import predict
 from realhf.user_input.shipped import dump_yaml
 from tests.cli_tools import REPO, ForkedCommand, read_jsonl, untimed, write_experiment
@@ -499,6 +501,37 @@ def test_check_refuses_a_plan_that_does_not_fit_and_names_the_remedy(capsys, tmp
     err = capsys.readouterr().err
     for part in ("calls.actor_train needs", "on rank 0", "it fits with calls.actor_train."):
         assert part in err
+
+
+def test_a_fault_of_the_experiment_is_not_said_to_be_one_of_a_plan(capsys, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"calls": {
+        name: {"layout": "d1@0"} for name in ("actor_generate", "ref_forward", "actor_train")}}))
+    faults = {
+        "experiment.reward_function = None": "give either reward_function or a reward role",
+        "from realhf import Expected\nexperiment.expected = Expected(turns=3.0)": "expected.turns is 3",
+    }
+    for body, says in faults.items():
+        path = write_experiment(tmp_path, body=body)
+        for words in (
+            ["plan", "--price"], ["check", "--plan"], ["plan", "--pin", "actor_train=d1@0"], ["plan"],
+        ):
+            words += [str(plan)] * (words[-1] in ("--price", "--plan"))
+            assert main([words[0], str(path), "--cluster", "cpu-laptop", *words[1:]]) == 2
+            err = capsys.readouterr().err
+            assert err.startswith(f"realhf: {path}: ") and says in err, (words, err)
+
+
+def test_how_near_a_step_is_to_the_bound_is_said_in_one_way():
+    """The gap is the share of the step by which the bound is below it, as in --gap and --json."""
+    found = SearchResult((0,), 90.2, 73.6, 0)
+    said = r"a gap of ([\d.]+)% to 73.6 s, the lower bound over the plans enumerated"
+    gap = re.fullmatch(said, nearness(found))
+    assert 90.2 * (1 - float(gap[1]) / 100) == pytest.approx(73.6, rel=1e-4)
+    assert format_gap(90.2, 73.6) == "18.4%" and found.gap == pytest.approx((90.2 - 73.6) / 90.2)
+    assert nearness(replace(found, lower_bound_seconds=0.0)) == "no lower bound was found in the time"
+    assert format_gap(90.2, 0.0) == "no bound"
+    assert nearness(replace(found, lower_bound_seconds=90.2)).startswith("equal to the lower bound")
 
 
 def test_prompts_that_cannot_be_measured_are_named(capsys, tmp_path):

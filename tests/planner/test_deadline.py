@@ -1,5 +1,6 @@
 """The time limit holds in every phase: candidates, plans on each kind of hosts, search, reasons, remedies."""
 
+import random
 import time
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.planner.comparisons import SearchLimits, what_if
 from realhf.planner.deadline import Deadline, OutOfTime
-from realhf.planner.make import make_plan
+from realhf.planner.make import TooLittleTime, make_plan
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
+from tests.planner.problems import random_problem
 
 GRAIN = 1.0  # CPU seconds by which the limit may be exceeded, also on a machine that other programs use.
 
@@ -111,6 +113,22 @@ def test_a_change_takes_no_longer_than_its_limit():
     tried = what_if(planned, {"batch_size": "256"}, SearchLimits(2.0, 0.0))
     assert time.process_time() - began <= 2.0 + 2 * GRAIN
     assert tried.values == {"batch_size": "256"}
+
+
+def test_a_limit_for_a_part_of_the_time_is_named_as_that_for_the_whole():
+    """A sentence about a question names the limit of the command, of which its search has a part."""
+    problem = random_problem(random.Random(1), num_calls=2)
+    rates = Rates(problem.cluster)
+    for parts in (1, 12):
+        with pytest.raises(TooLittleTime) as raised:
+            make_plan(problem, rates, time_limit=1e-4, parts=parts)
+        assert raised.value.limit_seconds >= parts
+        assert str(raised.value).endswith(f"such as --time-limit {raised.value.limit_seconds:g}")
+    planned = make_plan(problem, rates, time_limit=20.0, max_iterations=1, explain=False)
+    tried = what_if(planned, {"device_memory": "80 GB"}, SearchLimits(1e-4, 0.0))
+    limit = float(tried.best_obstacle.rsplit("--time-limit ", 1)[1])
+    assert limit >= 1.5  # The plan's own layouts get a third of it.
+    assert what_if(planned, {"device_memory": "80 GB"}, SearchLimits(limit, 0.5)).best_obstacle is None
 
 
 # No plan
