@@ -552,7 +552,7 @@ def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
     shutil.rmtree(tmp_path / "runs")
 
 
-SAYS = {"--price": "per step; ", "--devices": "device seconds", "--robust": "chosen over these ranges"}
+SAYS = {"--price": "per step; ", "--devices": "device seconds", "--robust": "it stays within 1%"}
 """Option of `realhf plan` -> words of its own output."""
 
 

@@ -378,7 +378,7 @@ def _plan_sizes(
     _refuse_others(options, others, why="--devices with several numbers prints a table")
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
-    sizes = []
+    sizes: list[SizedPlan] = []
     with _reporting(options.experiment), SearchWatch(signal.SIGINT, signal.SIGTERM, then="this is") as watch:
         _check_limits(options)
         for cluster in clusters:

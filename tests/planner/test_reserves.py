@@ -72,24 +72,26 @@ def test_no_plan_within_the_slack_has_more_reserves(count):
     assert missed <= count // 6
 
 
-@pytest.mark.parametrize("count", marked([8, 60], quick=[0]))
+@pytest.mark.parametrize("count", marked([1, 20], quick=[0]))
 def test_a_plan_that_is_preferred_is_never_faster_than_the_fastest_one_found(count):
     """The search for reserves begins with a plan that is not the fastest, as one that a gap has ended."""
+    is_any_faster = False
     for space, _ in small_spaces(count):
         plans = np.array(list(itertools.product(*(range(len(group.candidates)) for group in space.groups))))
         seconds = space.exact_periods(plans)
         seconds[space.memory.excess(plans) > 0] = np.inf
-        near = np.flatnonzero(seconds <= seconds.min() * 1.05)
-        for row in near[np.argsort(-seconds[near], kind="stable")][:5]:
-            if (found := preferred(space, plans[row], slack=0.05, time_limit=20.0)) is None:
+        near = np.flatnonzero(seconds <= seconds.min() * 1.3)
+        for row in near[np.argsort(-seconds[near], kind="stable")][::10][:3]:
+            if (found := preferred(space, plans[row], slack=0.3, time_limit=20.0)) is None:
                 continue
             assert found.fastest_seconds <= min(found.step_seconds, seconds[row])
-            assert found.step_seconds <= found.fastest_seconds * 1.05 * (1 + 1e-12)
-            assert " -" not in found.sentence
+            assert found.step_seconds <= found.fastest_seconds * 1.3 * (1 + 1e-12)
+            is_any_faster |= found.fastest_seconds < seconds[row]
         made = make_plan(space.problem, space.rates, time_limit=20.0, gap=0.05, slack=0.05, explain=False)
         if made.preference is not None:
             assert made.step_seconds == pytest.approx(made.preference.step_seconds)
             assert made.preference.fastest_seconds < made.step_seconds
+    assert is_any_faster
 
 
 def test_the_plan_says_what_its_longer_step_is_for():
