@@ -45,7 +45,7 @@ The search:
 The answer:
     reasons               why a call has its layout, and what would change that
     make                  makes a plan or prices one: search, simulation, reasons
+    report                shows a plan
     ranges                a plan that stays good if the planner's figures are off
     comparisons           a plan beside others
-    report                shows a plan
 """
