@@ -23,7 +23,7 @@ from realhf.planner.search import (
     tables_between,
 )
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.step_time import Dependencies
+from realhf.planner.step_time import Dependencies, TrainedCopy
 from tests.planner.problems import random_lagged_problem, random_problem, ranks_and_seconds
 from tests.planner.test_memory_account import unfinished
 from tests.samples import drawn, marked
@@ -248,6 +248,6 @@ def test_calls_between_generation_and_training_are_found():
     data = np.full((5, 5), -np.inf)
     for i, j in ((1, 0), (2, 0), (3, 1), (3, 2), (4, 0)):
         data[i, j] = 0.0
-    needs = Dependencies(data, np.full((5, 5), -np.inf), ((0, 3, 1), (4, 3, 1)), np.zeros(5))
+    needs = Dependencies(data, np.full((5, 5), -np.inf), tuple(TrainedCopy(user, 3, 1, "actor") for user in (0, 4)), np.zeros(5))
     (between,) = find_calls_between(needs)
     assert between == (0, (1, 2), 3)
