@@ -326,8 +326,10 @@ def host_memory_bytes() -> float:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this host's CPU has units that multiply bfloat16 faster than float32. On Intel CPUs only
-    those of AMX are faster (devices/half_precision.py)."""
+    """Return whether this host's CPU has units that multiply bfloat16 faster than float32, as
+    devices/half_precision.py finds with torch. On Intel CPUs only those of AMX are faster.
+
+    It imports no torch, and does not know of oneDNN's settings, which may forbid these units."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -502,7 +502,7 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
                 problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
                 slack=_SLACK, progress=watch.progress, should_stop=watch.should_stop)
         except TooLittleTime as error:
-            command = f"`realhf plan --time-limit {error.limit_seconds:g} -o plan.yaml`"
+            command = f"`realhf plan {name} --time-limit {error.limit_seconds:g} -o plan.yaml`"
             raise ValueError(f"{error.reason}: make one by {command}, and run --plan plan.yaml") from None
     step = f"{format_seconds(planned.result.step_seconds)} per step predicted"
     took = format_seconds(planned.search_seconds)

@@ -120,7 +120,7 @@ def _fields(
         "max_new_tokens": limit or (round(response) if responses is None else responses.limit),
         "prompt_lengths": prompts, "response_lengths": responses,
         "alike": USUALLY_ALIKE if alike is None else alike,
-        "longest_prompt_tokens": float(longest_prompt), "common_prompt_tokens": float(common)}
+        "longest_prompt_tokens": float(longest_prompt), "common_prompt_tokens": float(min(common, prompt))}
 
 
 def _check(expected: Expected, limit: int) -> None:
@@ -461,7 +461,7 @@ def _slice_times(
     """Return the times of a call's environments from its events, and those of a rank that answers it.
 
     The seconds of answers to other numbers of rows than those of the slices follow from the tries, by which
-    fewer rows never take longer.
+    fewer rows never take longer. If several calls are asked, the tries are those of the first.
     """
     asking = [event["asking"] for event in of_call]
     first = asking[0]

@@ -95,7 +95,7 @@ class Chunk:
 class Step:
     """Copies of blocks, and then one pass in which all rows decode and chunks of prompts are prefilled.
 
-    Chunks that continue a prompt come before those that begin one.
+    Chunks that attend to cached tokens of their prompts come before those that begin one.
     """
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
@@ -104,7 +104,7 @@ class Step:
 
     @property
     def continued(self) -> list[Chunk]:
-        """The chunks that continue a prompt."""
+        """The chunks whose prompts have cached tokens, their own or copies of those of another one."""
         return [chunk for chunk in self.chunks if chunk.start > 0]
 
     @property

@@ -30,6 +30,7 @@ from realhf.planner.shard import (
     exchanged,
     held_params,
     num_states,
+    packed_itemsize,
     packed_params,
     trained_params,
     weights_bytes,
@@ -115,7 +116,8 @@ def _module_cost(
     rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, call_plan: CallPlan
 ) -> CallCost:
     """Return the cost of a function on a module: as measured, or else of one product with each parameter and
-    row, at the device's peak; and of each time that it is called."""
+    row, at the device's peak; and of each time that it is called. A call that is asked takes no more than it
+    was measured to take."""
     strategy = call_plan.layout.strategy
     if workload.is_asked:  # The call that asks waits for it.
         return CallCost(workload.seconds, {"compute": workload.seconds})
@@ -253,13 +255,13 @@ class _Estimate:
         """Return the cost of a round of generation.
 
         The ranks of a cp group have rows of their own, as those of dp. So strategies that differ only in how
-        many ranks are in either have equal costs, which are remembered.
+        many ranks are in either have equal costs, which are remembered, if they share prefixes alike.
         """
         samples = math.ceil(self.work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
         groups = self.groups
         key = (
             self.role, self.work, self.strategy.pp, self.strategy.num_replicas, samples, groups.tp, groups.ep,
-            groups.stages_meet_in_host, groups.num_sending)
+            groups.stages_meet_in_host, groups.num_sending, self._shares_prefixes)
         known = self.rates.known_generations
         if key not in known:
             known[key] = self._generation(samples)
@@ -303,7 +305,7 @@ class _Estimate:
             "decode": scale * float(compute_K @ num_steps_K),
             self.groups.within_rows: scale * float(communication_K @ num_steps_K)}
         packing = 0.0
-        if self.rates.cluster.device_type == "cpu":
+        if packed_itemsize(self.role.dtype, self.rates.cluster):
             packing = max(
                 self.rates.packing(
                     self.role, self.groups.tp, self.groups.ep,
@@ -526,7 +528,8 @@ def prefilled(work: Workload, rows: float, *, shares_prefixes: bool = False) -> 
 
     In the first round, the samples of a prompt share its prefill, and where a pass `shares_prefixes`, its
     prompts share what all of them begin with. In each later round, a row is prefilled with its prompt and the
-    tokens of its earlier rounds.
+    tokens of its earlier rounds. It is not known here that a prompt which begins later copies what it has in
+    common with a row that runs.
     """
     rows_by_age = rows * (work.round.ages / work.round.num_rows)
     num_prompts = max(1.0, rows_by_age[0] / work.samples_per_prompt)

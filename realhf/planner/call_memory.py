@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from realhf.cluster import Cluster
 from realhf.data.micro_batch import passes_in_flight
 from realhf.devices import chunk_sizes
 from realhf.devices.chunk_sizes import OPTIMIZER_SLICE_NUMEL
@@ -37,6 +36,7 @@ from realhf.planner.shard import (
     held_params,
     in_section,
     num_states,
+    packed_itemsize,
     packed_params,
     trained_params,
     weights_bytes,
@@ -364,19 +364,6 @@ class CallPieces:
 
 
 # The moments of calls
-
-
-def packed_itemsize(dtype: str, cluster: Cluster) -> int:
-    """Return the bytes of an element of a packed weight of this dtype (nn/linear.py); 0: none is packed.
-
-    A CPU that is faster in a 16-bit dtype than in float32 has units for it, and packs bfloat16 as it is; one
-    without them packs in float32.
-    """
-    if cluster.device_type == "cuda" or dtype == "float64":
-        return 0
-    peaks = cluster.peak_flops
-    has_units = dtype in peaks and "float32" in peaks and peaks[dtype] > peaks["float32"]
-    return {"bfloat16": 2, "float16": 0}[dtype] if has_units else 4
 
 
 class RunningMemory:

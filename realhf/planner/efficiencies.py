@@ -120,7 +120,7 @@ class EnginePath:
     else tokens go to the ranks of their experts."""
     gathered_kernels: int = 8  # Those that gathering adds to `decode_expert_kernels`, besides collectives.
     shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
-    shares_prefixes: bool = False  # In training and forward passes, a prompt passes once for its samples.
+    shares_prefixes: bool = False  # A pass computes once what its sequences begin with.
     reads_blocks: bool = False
     """Whether decoding reads each row's blocks whole, up to the longest row, and those of ended rows that lie
     between the blocks of running ones."""

@@ -21,10 +21,9 @@ from realhf.models.model_flops import attention_flops, dense_params
 from realhf.planner.efficiencies import Efficiencies, EnginePath, padded_sizes
 from realhf.planner.links import LinkRates, Span, ports_alone
 from realhf.planner.problem import ModelRole, parameter_table
-from realhf.planner.shard import widths
+from realhf.planner.shard import packed_itemsize, widths
 
 _LOGIT_BYTES = 4  # Logits are float32.
-_PACKED_BYTES = 4  # Bytes of a packed parameter.
 _EXCHANGED_PASSES = 4  # The part of EnginePath.expert_passes that is on the far side of an exchange.
 _MASKED_PASSES = 2  # Those that clear the rows of other ranks' experts, which a rank that gathers moves, too.
 _SMALLEST_TILE = 16  # Rows of the smallest tile of a grouped product.
@@ -391,9 +390,9 @@ class Rates(LinkRates):
         return compute + sampling + exchange + e.step_seconds + rows * e.row_seconds
 
     def packing(self, role: ModelRole, tp: Span, ep: Span, *, params: float) -> float:
-        """Return the seconds in which a generation packs so many parameters on a CPU: they are read, and
-        written in float32."""
-        return self.traffic(params * (role.itemsize + _PACKED_BYTES))
+        """Return the seconds in which a generation packs so many parameters on a CPU: they are read and
+        written."""
+        return self.traffic(params * (role.itemsize + packed_itemsize(role.dtype, self.cluster)))
 
     def decode_hop(self, role: ModelRole, *, rows: np.ndarray) -> np.ndarray:
         """Return the seconds of a pipeline stage in a decode step of `rows` besides its blocks and head.

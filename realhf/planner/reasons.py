@@ -511,6 +511,7 @@ def _scaled(work: Workload, *, prompt: float, response: float) -> Workload:
         turns=None if work.turns is None else work.turns.scaled(response),
         prompt_tokens=work.prompt_tokens * prompt if prompts is None else prompts.mean,
         longest_prompt_tokens=work.longest_prompt_tokens * prompt,
+        common_prompt_tokens=work.common_prompt_tokens * prompt,
         response_tokens=work.response_tokens * response if responses is None else responses.mean,
         max_new_tokens=round(work.max_new_tokens * response) if responses is None else responses.limit)
 

@@ -113,6 +113,19 @@ def int8_params(config: ModelConfig, strategy: ParallelStrategy, stage: int) -> 
     return numel, rows
 
 
+def packed_itemsize(dtype: str, cluster: Cluster) -> int:
+    """Return the bytes of an element of a packed weight of this dtype (nn/linear.py); 0: none is packed.
+
+    A CPU that is faster in a 16-bit dtype than in float32 has units for it, and packs bfloat16 as it is; one
+    without them packs in float32.
+    """
+    if cluster.device_type == "cuda" or dtype == "float64":
+        return 0
+    peaks = cluster.peak_flops
+    has_units = dtype in peaks and "float32" in peaks and peaks[dtype] > peaks["float32"]
+    return {"bfloat16": 2, "float16": 0}[dtype] if has_units else 4
+
+
 def packed_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
     """Return the parameters of the weights that a CPU packs for decoding (nn/linear.py), on the fullest rank
     of a stage.

@@ -56,9 +56,10 @@ def _cards(priced: PricedPlan) -> list[Card]:
     peak = priced.memory.fullest
     found = [Card("One step", format_seconds(priced.step_seconds), "predicted")]
     if isinstance(priced, Planned):
-        found.append(Card(
-            "Lower bound", format_seconds(priced.result.lower_bound_seconds),
-            f"over the plans enumerated; the gap is {priced.result.gap:.1%} of a step"))
+        if priced.result.lower_bound_seconds > 0:
+            found.append(Card(
+                "Lower bound", format_seconds(priced.result.lower_bound_seconds),
+                f"over the plans enumerated; the gap is {priced.result.gap:.1%} of a step"))
         if (usual := priced.heuristic) is not None and usual.fits:
             found.append(Card(
                 "Beside one layout for all", f"{usual.seconds / priced.step_seconds:.2f} x as fast",

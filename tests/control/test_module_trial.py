@@ -182,6 +182,9 @@ class Counted(Net):
         super().__init__(inputs)
         self.passes = 0
         self.first_size = None
+        self.best = float("nan")
+        self.whole = []
+        self.whole.append(self.whole)
 
     def forward(self, *inputs):
         self.passes += 1
@@ -194,7 +197,7 @@ def test_attributes_that_a_resumed_run_would_lose_are_doubted():
     (doubt,) = tried(TrainFunction(Annealed()))
     assert doubt == (
         "call 'net_train' changes the attribute 'calls' of its function, which no checkpoint holds: a "
-        "resumed run begins with 0 again; let it be a buffer of the module")
+        "resumed run begins with 0 again; keep it in a floating-point buffer of the module")
     made = experiment("regression", work=TrainFunction(squared_error))
     made.roles = lambda: {"net": replace(Regression.roles(made)["net"], module=Counted)}
     (doubt,) = try_functions(compile_program(made, None, world_size=1), plays=True)

@@ -18,8 +18,9 @@ from realhf.layout import Layout
 from realhf.models.lora import LoraConfig
 from realhf.models.model_config import ModelConfig, TransformersConfig
 from realhf.nn.linear import PackedWeight, can_pack
-from realhf.planner.call_memory import CallMemory, CallPieces, GenerationMoments, packed_itemsize
+from realhf.planner.call_memory import CallMemory, CallPieces, GenerationMoments
 from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.shard import packed_itemsize
 from tests.nn.tiny import hf_config
 from tests.samples import marked
 

@@ -248,6 +248,7 @@ def test_calls_between_generation_and_training_are_found():
     data = np.full((5, 5), -np.inf)
     for i, j in ((1, 0), (2, 0), (3, 1), (3, 2), (4, 0)):
         data[i, j] = 0.0
-    needs = Dependencies(data, np.full((5, 5), -np.inf), tuple(TrainedCopy(user, 3, 1, "actor") for user in (0, 4)), np.zeros(5))
+    copies = tuple(TrainedCopy(user, 3, 1, "actor") for user in (0, 4))
+    needs = Dependencies(data, np.full((5, 5), -np.inf), copies, np.zeros(5))
     (between,) = find_calls_between(needs)
     assert between == (0, (1, 2), 3)

@@ -27,6 +27,7 @@ from realhf.planner.call_cost import call_cost, prefilled
 from realhf.planner.lengths import geometric, observed
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
+from realhf.planner.reasons import _scaled
 from realhf.runtime.samples.exchange import Routing, assign
 from tests.engine.training import minibatch
 from tests.hub import byte_tokenizer_files
@@ -212,3 +213,26 @@ def test_users_say_what_all_prompts_begin_with(tmp_path, expected, common, says)
     else:
         with pytest.raises(ValueError, match=says):
             sequence_lengths(experiment, 8)
+
+
+def test_a_price_does_not_depend_on_what_was_priced_before():
+    """Ranks of a context group share no prefixes, and replicas do."""
+    role = ModelRole(ModelConfig.from_hf(hf_config()), "float32", False)
+    work = Workload(64, 200.0, 8.0, 8, max_rows=64, common_prompt_tokens=150.0)
+    call = FunctionCall(
+        "actor_generate", inputs=("prompt_ids",), role="actor", outputs=(KEY,),
+        work=Generate(SamplingConfig(max_new_tokens=8), seed=1))
+
+    def seconds(rates: Rates, layout: str) -> float:
+        return call_cost(rates, call, role, work, CallPlan(Layout.parse(layout)), per_host=2).seconds
+
+    rates = Rates(Cluster.load("cpu-laptop"))
+    apart = seconds(rates, "d2@0-1")
+    assert apart < seconds(rates, "c2@0-1") == seconds(Rates(Cluster.load("cpu-laptop")), "c2@0-1")
+
+
+def test_what_all_prompts_begin_with_grows_with_them():
+    work = Workload(64, 200.0, 8.0, 8, common_prompt_tokens=150.0)
+    fewer = _scaled(work, prompt=0.5, response=1.0)
+    assert (fewer.prompt_tokens, fewer.common_prompt_tokens) == (100.0, 75.0)
+    assert prefilled(fewer, 64, shares_prefixes=True)[0] > 0

@@ -60,7 +60,7 @@ def test_a_filter_keeps_some_samples_and_a_decision_is_json():
     for wrong in ([True], [0.5, 1, 0], "abc"):
         with pytest.raises(UserError, match="'keep' must have a boolean for each of the 3 samples"):
             _filter({"y": [7, 8, 9], "keep": wrong}, filters=True)
-    with pytest.raises(UserError, match="host call 'mine': 'decision' must be a JSON value: a value of type set"):
+    with pytest.raises(UserError, match="'mine': 'decision' must be a JSON value: a value of type set"):
         _filter({"y": [7, 8, 9], "decision": {1, 2}}, decides=True)
 
 

@@ -86,7 +86,12 @@ def _kept(thing: Any) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for owner in (*reversed(type(thing).__mro__), thing):
         attributes |= getattr(owner, "__dict__", {})
-    return {name: deepcopy(value) for name, value in attributes.items() if _is_plain(value)}
+    kept = {}
+    for name, value in attributes.items():
+        with contextlib.suppress(RecursionError):  # It may hold itself.
+            if _is_plain(value) and name != "training":
+                kept[name] = deepcopy(value)
+    return kept
 
 
 def _is_plain(value: Any) -> bool:
@@ -117,14 +122,13 @@ class _Attributes:
         """Yield a warning for each owner some of whose attributes the call has changed."""
         is_host = isinstance(self._call.work, HostFunction)
         for name, owner in self._owners.items():
-            before = self._before[name]
-            now = _kept(owner)
-            if changed := [key for key in before if key != "training" and now.get(key) != before[key]]:
-                advice = "keep it in context.state" if is_host else "let it be a buffer of the module"
+            before, now = self._before[name], _kept(owner)
+            if changed := [key for key in before if repr(now.get(key)) != repr(before[key])]:
+                where = "context.state" if is_host else "a floating-point buffer of the module"
                 yield (
                     f"call {self._call.name!r} changes the attribute {changed[0]!r} of {name}, which no "
                     f"checkpoint holds: a resumed run begins with {shown(before[changed[0]])} again; "
-                    f"{advice}")
+                    f"keep it in {where}")
 
 
 class _Engines:
