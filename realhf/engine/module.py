@@ -1,5 +1,6 @@
 """ModuleEngine: runs the functions of calls on any torch.nn.Module, of which every rank holds all."""
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -320,6 +321,34 @@ class ModuleEngine(Engine):
             normal = torch.special.ndtri(torch.from_numpy(drawn) + 2.0**-54)
             columns[key] = normal.view(len(batch), *shape).to(self.flat.dtype).to(self.flat.device)
         return columns
+
+    @contextmanager
+    def unchanged(self, beside: Mapping[str, Engine]) -> Iterator[None]:
+        """Put back, at the end, the buffers of this module and of those beside it, and random states.
+
+        Random states are those of torch for this engine's device, of numpy and of Python.
+        """
+        modules = [self.module]
+        for engine in beside.values():
+            assert isinstance(engine, ModuleEngine), "calls read module roles only"
+            modules.append(engine.module)
+        parts = {id(part): part for module in modules for part in module.modules()}.values()
+        kept = [(part, dict(part._buffers)) for part in parts]
+        values = {id(b): b.clone() for _, buffers in kept for b in buffers.values() if b is not None}
+        states = (self._random_states(), np.random.get_state(), random.getstate())
+        try:
+            yield
+        finally:
+            for part, buffers in kept:
+                part._buffers.clear()
+                part._buffers.update(buffers)
+                for buffer in buffers.values():
+                    if buffer is not None:
+                        buffer.data.copy_(values[id(buffer)])
+            for generator, state in zip(self._generators(), states[0], strict=True):
+                generator.set_state(state)
+            np.random.set_state(states[1])
+            random.setstate(states[2])
 
     def _random_states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators()]

@@ -5,7 +5,6 @@ it keeps the actions of each unfinished episode, and plays them again. This modu
 """
 
 import base64
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 
+from realhf.cluster import num_cores
 from realhf.errors import UserError
 
 _RETURN = "episode_return"
@@ -124,7 +124,9 @@ class StepTimes:
     """Seconds of the steps of an environment, and those of the processor in between, too."""
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []
+        self._num_steps = 0
+        self._seconds = 0.0
+        self._squares = 0.0
         self._cpu_start = time.process_time()
         self._start = 0.0
 
@@ -132,16 +134,17 @@ class StepTimes:
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds.append(time.perf_counter() - self._start)
+        seconds = time.perf_counter() - self._start
+        self._num_steps += 1
+        self._seconds += seconds
+        self._squares += seconds**2
 
     def figures(self) -> tuple[int, float, float, float]:
         """Return the number of steps, their seconds, the sum of these squared, and CPU seconds.
 
         CPU seconds are those of the process from the beginning, with those that messages take.
         """
-        seconds = np.array(self._seconds)
-        cpu_seconds = time.process_time() - self._cpu_start
-        return len(seconds), float(seconds.sum()), float(np.square(seconds).sum()), cpu_seconds
+        return self._num_steps, self._seconds, self._squares, time.process_time() - self._cpu_start
 
 
 class Slice(Protocol):
@@ -417,12 +420,13 @@ class VectorSource:
         return Rolled(columns | {key: column[:-1] for key, column in answered.items()}, following, returns)
 
     def taken(self) -> dict[str, float]:
-        """Return what the last `roll` has taken, for the planner; nothing if environments are no processes.
+        """Return what rolling has taken, for the planner; nothing if environments are no processes.
 
-        That is `num` environments in `slices`, `steps` of each, the seconds in which they were rolled, and
-        CPU seconds of the thread that rolled them, also those for sending and receiving; the mean and the
-        standard deviation of the seconds of a step of an environment, the CPU seconds of its process for a
-        step, and the `cores` that this process may use.
+        For the last `roll`, that is `num` environments in `slices`, `steps` of each, the seconds in which
+        they were rolled, and CPU seconds of the thread that rolled them, also those for sending and for
+        receiving. For all steps since the last call of this method, with those that a restored source has
+        played again, it is the mean and the standard deviation of the seconds of a step of an environment,
+        and the CPU seconds of its process for a step. `cores` is the number that this process may use.
         """
         each = [figures for one in self._slices for figures in one.taken()]
         if not each:
@@ -432,7 +436,7 @@ class VectorSource:
         return self._taken | {
             "num": self.num_envs, "slices": self.ring, "step_seconds": mean,
             "step_deviation": max(0.0, squares / max(num, 1) - mean**2) ** 0.5,
-            "step_cpu_seconds": cpu_seconds / max(num, 1), "cores": len(os.sched_getaffinity(0))}
+            "step_cpu_seconds": cpu_seconds / max(num, 1), "cores": num_cores()}
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, the point of its episode at which each environment is, while none takes a step.

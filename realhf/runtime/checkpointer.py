@@ -32,8 +32,11 @@ from realhf.distributed.pieces import Piece
 from realhf.distributed.process import RESCUE
 from realhf.distributed.world import World
 from realhf.errors import UserError, one_line, warn
+from realhf.execution_plan import ExecutionPlan
+from realhf.layout import Layout
 from realhf.models.param_spec import Region
-from realhf.runtime.compile.actions import role_of
+from realhf.runtime.compile.actions import RANK_0, role_of
+from realhf.runtime.compile.eval_program import evaluation_plan
 from realhf.runtime.compile.program import Program, described
 from realhf.runtime.execute.executor import RankState
 from realhf.runtime.execute.host_call import PARTS, is_in_parts
@@ -530,18 +533,25 @@ def _host_states(checkpoint: Checkpoint, program: Program, rank: int) -> dict[st
 
     Only the ranks of a call keep its state, so that no other rank saves one that is out of date.
     """
-    layouts = {call.name: program.plan[call.name].layout for call in program.graph.of_kind("host")}
-    for eval_set in program.evaluations:
-        for call in eval_set.graph.of_kind("host"):
-            layouts[eval_set.prefix + call.name] = eval_set.plan[call.name].layout
+    layouts = _host_layouts(program, program.plan)
+    before = _host_layouts(program, ExecutionPlan.from_dict(checkpoint.manifest.plan))
+    of_ranks = [of_rank["host_states"] for of_rank in checkpoint.manifest.ranks]
     found = {}
     for name in (name for name, layout in layouts.items() if rank in layout):
-        saved = [of_rank["host_states"][name] for of_rank in checkpoint.manifest.ranks
-                 if name in of_rank["host_states"]]
-        if saved:
+        savers = dict.fromkeys((*before[name].ranks, *range(len(of_ranks))))  # Its own ranks come first.
+        if saved := [of_ranks[saver][name] for saver in savers if name in of_ranks[saver]]:
             ranks = layouts[name].ranks
             found[name] = state_of_share(saved, ranks.index(rank), len(ranks), call=name)
     return found
+
+
+def _host_layouts(program: Program, plan: ExecutionPlan) -> dict[str, Layout]:
+    """Return the layouts that a plan gives to the host calls of a program, by the names of their states."""
+    calls = [(call.name, call.name, plan) for call in program.graph.of_kind("host")]
+    for eval_set in program.evaluations:
+        of_set = evaluation_plan(eval_set, plan)
+        calls += [(eval_set.prefix + call.name, call.name, of_set) for call in eval_set.graph.of_kind("host")]
+    return {name: there[call].layout if call in there.calls else RANK_0 for name, call, there in calls}
 
 
 def state_of_share(
@@ -549,25 +559,44 @@ def state_of_share(
 ) -> dict[str, Any]:
     """Return the state of a host call on one of `num_shares` ranks, from those that ranks have saved.
 
-    Values of the form {"parts": {...}} (see `HostContext.state`) are joined over the ranks. If others differ,
-    there must be as many ranks as before; else a UserError is raised.
+    `saved` is in the order of the old layout's ranks, and `share` is a place among the new layout's.
+    Values of the form {"parts": {...}} (see `HostContext.state`) are joined over the ranks. Other values are
+    those of the same place, if there are as many ranks as before. Raises UserError if there are more or fewer
+    ranks and such values differ, or if ranks have saved different values of the same part.
     """
     joined: dict[str, Any] = {}
-    for of_rank in reversed(saved):
-        for key, value in of_rank.items():
-            if is_in_parts(value):
-                before = joined.get(key)
-                value = {PARTS: (before[PARTS] if is_in_parts(before) else {}) | value[PARTS]}
-            joined[key] = value
-    apart = sorted(key for key, value in joined.items() if not is_in_parts(value)
-                   and any(of_rank.get(key, value) != value for of_rank in saved))
-    if not apart:
-        return joined
-    if len(saved) != num_shares:
-        raise UserError(
-            f"host call {call!r} ran on {len(saved)} ranks, whose states differ in {apart[0]!r}: resume with "
-            "a plan that has as many ranks for it, or keep what belongs to the rows of a rank in parts")
-    return joined | {key: saved[share][key] for key in apart if key in saved[share]}
+    has_places = len(saved) == num_shares
+    for key in dict.fromkeys(key for of_rank in saved for key in of_rank):
+        values = [of_rank[key] for of_rank in saved if key in of_rank]
+        if all(map(is_in_parts, values)):
+            joined[key] = {PARTS: _joined_parts(values, f"host call {call!r}: state {key!r}")}
+        elif has_places:
+            if key in saved[share]:
+                joined[key] = saved[share][key]
+        elif len(values) == len(saved) and len(set(map(_as_text, values))) == 1:
+            joined[key] = values[0]
+        else:
+            raise UserError(
+                f"host call {call!r} ran on {len(saved)} ranks, whose states differ in {key!r}: resume with "
+                "a plan that has as many ranks for it, or keep what belongs to the rows of a rank in parts")
+    return joined
+
+
+def _joined_parts(values: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
+    """Return the parts of all ranks. Raises UserError if two ranks have different ones of the same name."""
+    joined: dict[str, Any] = {}
+    for value in values:
+        for name, part in value[PARTS].items():
+            if _as_text(joined.setdefault(name, part)) != _as_text(part):
+                raise UserError(
+                    f"{what} has the part {name!r} from two ranks, with different values: a rank must save "
+                    "only its own parts; resume with the plan of the checkpoint")
+    return joined
+
+
+def _as_text(value: Any) -> str:
+    """Return a JSON value as text, in which NaN equals NaN and the order of keys does not matter."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _restore_samples(checkpoint: Checkpoint, program: Program, state: RankState) -> None:

@@ -2,10 +2,13 @@
 
 import json
 import re
+import time
 import traceback
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,16 +22,18 @@ from realhf import (
     ModuleRole,
     TrainFunction,
 )
+from realhf.checkpoint.run_state import Manifest
 from realhf.data.loader import make_loader
 from realhf.data.order import row_order
 from realhf.distributed.world import World
 from realhf.execution_plan import ExecutionPlan
 from realhf.models.model_config import ModuleConfig
 from realhf.models.modules import module_of, module_spec
-from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.checkpointer import Checkpoint, _host_states, newest_checkpoint
 from realhf.runtime.compile.equal_programs import _actions
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.execute.asking import _Mail
+from realhf.runtime.execute.module_trial import try_functions
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.files import execute_file
 from tests.cli_tools import REPO, TIMED
@@ -327,6 +332,129 @@ def test_forward_functions_draw_no_numbers_of_their_own():
     made.graph = lambda: graph
     with pytest.raises(ValueError, match="call 'act' draws random numbers of torch, which would be others"):
         Trainer(compile_program(made, None, world_size=1), World(), quiet=True).run()
+
+
+class Asked(Policy):
+    """Counts questions in buffers, of which one is replaced each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("asked", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+
+
+def remembering(actor, batch):
+    actor.asked += 1
+    actor.last = actor.asked * np.random.random()
+    return act(actor, batch)
+
+
+def only_four(actor, batch):
+    assert len(batch) == 4
+    return act(actor, batch)
+
+
+def answering_with(function, **settings):
+    """Return the player, whose forty questions of four rows a function answers."""
+    made = experiment("player", **settings)
+    graph = made.graph().replace(replace(made.graph()["act"], work=ForwardFunction(function)))
+    made.graph = lambda: graph
+    roles = {"actor": replace(made.roles()["actor"], module=Asked)}
+    made.roles = lambda: roles
+    return made
+
+
+def asking(run: Path) -> list[dict]:
+    """Return what each call of `play` on rank 0 has recorded of its questions."""
+    events = map(json.loads, (run / "timeline.jsonl").read_text().splitlines())
+    return [event["asking"] for event in events
+            if event["name"] == "play" and event["rank"] == 0 and "asking" in event]
+
+
+def test_answers_that_are_only_measured_leave_no_trace(tmp_path):
+    """Buffers and numpy's random numbers are those of the questions of the program alone."""
+    np.random.seed(3)
+    made = answering_with(remembering)
+    Trainer(compile_program(made, None, world_size=1), World(), quiet=True, out=tmp_path).run()
+    drawn = np.random.RandomState(3).random(41)
+    assert np.random.random() == drawn[40]
+    buffers = load_file(tmp_path / "hf/step_4/model.safetensors")
+    assert buffers["asked"].item() == 40 and buffers["last"].item() == pytest.approx(40 * drawn[39])
+    assert [rows for rows, _ in asking(tmp_path)[-1]["tried"]["act"]] == [1, 4, 16, 64]
+
+
+def test_functions_may_take_as_many_rows_as_the_program_asks(tmp_path):
+    program = compile_program(answering_with(only_four), None, world_size=1)
+    assert len(Trainer(program, World(), quiet=True, out=tmp_path).run().metrics) == 4
+    recorded = asking(tmp_path)
+    assert [of_step["answers"]["act"][0][:2] for of_step in recorded] == 4 * [[4, 10]]
+    assert [of_step["tried"]["act"] for of_step in recorded] == 4 * [[]]
+
+
+def test_the_check_asks_what_the_program_asks():
+    sizes = []
+
+    def counting(actor, batch):
+        sizes.append(len(batch))
+        return act(actor, batch)
+
+    made = answering_with(counting)
+    (of_play,) = (call for call in made.graph().calls if call.name == "play")
+
+    def twice(batch, context):
+        play(batch, context)
+        return play(batch, context)
+
+    graph = made.graph().replace(replace(of_play, work=HostFunction(twice, asks=("act",))))
+    made.graph = lambda: graph
+    try_functions(compile_program(made, None, world_size=1), plays=True)
+    assert sizes == 20 * [4]
+
+
+def late_play(batch, context):
+    """Ask once; the second rank, whose rows are the last, when the first one has ended."""
+    row = batch["dataset_row"]
+    if int(row[0]):
+        time.sleep(0.4)
+    states = row[:, None].expand(-1, 3).double()
+    action = context.ask("act", {"state": states, "noise": torch.zeros(len(row), 2).double()})["action"]
+    return {"states": states[:, None], "actions": action[:, None]}
+
+
+def play_late(world, out: Path) -> None:
+    made = experiment("player", steps=2)
+    late = HostFunction(late_play, asks=("act",), splittable=True)
+    graph = made.graph().replace(replace(made.graph()["play"], work=late))
+    made.graph = lambda: graph
+    layouts = {"play": "d2@0-1", "act": "d1@0", "actor_train": "d1@0"}
+    plan = ExecutionPlan.from_dict({"calls": {name: {"layout": at} for name, at in layouts.items()}})
+    Trainer(compile_program(made, plan, world_size=world.size), world, quiet=True, out=out).run()
+
+
+def test_answers_to_late_ranks_count_in_the_step_of_their_questions(pool, tmp_path):
+    pool.run(play_late, tmp_path)
+    assert [of_step["answers"]["act"][0][:2] for of_step in asking(tmp_path)] == [[4, 2]] * 2
+
+
+def test_states_of_host_calls_go_from_place_to_place():
+    """The ranks of a layout have an order, which is not that of their numbers."""
+    made = experiment("player")
+    work = HostFunction(play, asks=("act",), splittable=True)
+    graph = made.graph().replace(replace(made.graph()["play"], work=work))
+    made.graph = lambda: graph
+
+    def program(layout: str):
+        layouts = {"play": layout, "act": "d1@0", "actor_train": "d1@0"}
+        plan = ExecutionPlan.from_dict({"calls": {name: {"layout": at} for name, at in layouts.items()}})
+        return compile_program(made, plan, world_size=4)
+
+    before = program("d2@1,0").plan.to_dict()
+    states = [{"play": {"place": 1}}, {"play": {"place": 0}}, {}, {}]
+    manifest = Manifest(1, 4, {}, before, {}, {}, {}, {}, tuple({"host_states": state} for state in states))
+    for layout, places in (("d2@2-3", {2: 0, 3: 1}), ("d2@3,0", {3: 0, 0: 1})):
+        for rank, place in places.items():
+            states = _host_states(Checkpoint(Path(), manifest), program(layout), rank)
+            assert states == {"play": {"place": place}}, (layout, rank)
 
 
 @pytest.mark.parametrize("change", [{"max_rows": 3}, {"map": len}, {"split": "test"}, {"chat": True}])

@@ -1,5 +1,7 @@
 """Sources of environments, and PPO on them: inline and remote inference are equal, and resume is exact."""
 
+import os
+import pickle
 import threading
 import time
 from contextlib import nullcontext
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from realhf.distributed.world import World
-from realhf.environments.vector import VectorSource
+from realhf.environments.vector import StepTimes, VectorSource
 from realhf.errors import UserError
 from realhf.execution_plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint, state_of_share
@@ -327,6 +329,45 @@ def test_states_that_are_not_in_parts_need_as_many_ranks():
     assert state_of_share(alike, 2, 3, call="play")["own"] == 0
     with pytest.raises(UserError, match="'play' ran on 2 ranks, whose states differ in 'own': resume with"):
         state_of_share(saved, 0, 1, call="play")
+
+
+def test_what_one_rank_has_alone_stays_with_its_place():
+    saved = [{}, {"a": 1}]
+    assert [state_of_share(saved, place, 2, call="play") for place in (0, 1)] == saved
+    with pytest.raises(UserError, match="'play' ran on 2 ranks, whose states differ in 'a': resume with"):
+        state_of_share(saved, 0, 1, call="play")
+    both = [{"best": float("nan")}, {"best": float("nan")}]
+    assert np.isnan(state_of_share(both, 0, 1, call="play")["best"])
+
+
+def test_parts_that_two_ranks_have_saved_must_be_equal():
+    saved = [{"of_rows": {"parts": {"0": 5, "1": 1}}}, {"of_rows": {"parts": {"1": 7}}}]
+    for num_ranks in (1, 2):
+        with pytest.raises(UserError, match="'of_rows' has the part '1' from two ranks, with different"):
+            state_of_share(saved, 0, num_ranks, call="play")
+    saved[1] = saved[0]
+    assert state_of_share(saved, 0, 1, call="play") == saved[0]
+
+
+def test_times_of_steps_take_no_more_memory_with_more_steps():
+    times = StepTimes()
+    start = time.perf_counter()
+    for _ in range(2000):
+        with times:
+            pass
+    most = time.perf_counter() - start
+    num, seconds, squares, _ = times.figures()
+    assert num == 2000 and 0 < seconds < most and seconds**2 / num <= squares < seconds**2
+    assert len(pickle.dumps(times)) < 500
+
+
+def test_cores_are_counted_where_a_process_has_no_set_of_them(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    source = VectorSource(Counting, 1)
+    source.send(0, np.zeros((1, 1)))
+    source.recv(0)
+    assert source.taken()["cores"] == os.cpu_count()
+    source.close()
 
 
 def test_slices_do_not_change_episodes():

@@ -16,7 +16,7 @@ from realhf.data.order import row_order
 from realhf.distributed.world import World
 from realhf.execution_plan import ExecutionPlan
 from realhf.graph import DataflowGraph
-from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.checkpointer import Checkpoint, _host_states, newest_checkpoint
 from realhf.runtime.compile.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.user_input.files import execute_file
@@ -370,6 +370,27 @@ def test_states_of_host_calls_follow_them_through_changes_of_plan(pool, tmp_path
     assert len(set(coefficients)) == 4
     assert [record["host/calls"] for record in whole if record["step"] > 0] == [1, 2, 3, 4]
     assert all(record["host/keys"] == 1 for record in whole if record["step"] > 0)
+
+
+def test_states_of_evaluations_go_from_place_to_place(tmp_path):
+    """Those of the layout that the old plan has for evaluations alone, whose ranks have another order."""
+    directory = write_task(tmp_path)
+    experiment = make_experiment(
+        "grpo", directory, eval_every=1,
+        eval_dataset=DatasetConfig(str(directory / "data.jsonl"), max_rows=4))
+    (name,) = (call.name for call in experiment.eval_graph().of_kind("host"))
+
+    def program(layout: str):
+        whole = compile_program(experiment, None, world_size=4).plan
+        own = ExecutionPlan.from_dict({"calls": {f"eval/{name}": {"layout": layout}}})
+        return compile_program(experiment, replace(whole, calls={**whole.calls, **own.calls}), world_size=4)
+
+    states = [{f"eval/{name}": {"place": 1}}, {f"eval/{name}": {"place": 0}}, {}, {}]
+    before = program("d2@1,0").plan.to_dict()
+    manifest = Manifest(1, 4, {}, before, {}, {}, {}, {}, tuple({"host_states": state} for state in states))
+    for rank, place in {2: 0, 3: 1}.items():
+        restored = _host_states(Checkpoint(tmp_path, manifest), program("d2@2-3"), rank)
+        assert restored == {f"eval/{name}": {"place": place}}
 
 
 def test_a_failing_run_saves_a_step_whose_checkpoint_could_not_be_written(tmp_path, capsys):

@@ -157,8 +157,7 @@ def compile_evaluations(
     for eval_set in sets:
         own_plans = _own_plans(eval_set, plan)
         with _naming_own(own_plans):
-            whole = _plan_of(eval_set, plan, own_plans)
-            whole = complete_plan(whole, eval_set.graph, homes, offloaded=offloaded)
+            whole = complete_plan(evaluation_plan(eval_set, plan), eval_set.graph, homes, offloaded=offloaded)
             whole.check(eval_set.graph, world_size=world_size)
             checks.check_plan(eval_set.graph, whole, roles, offloaded)
         graph = whole.with_rows_and_caches(eval_set.graph)
@@ -175,7 +174,7 @@ def evaluation_homes(sets: Sequence[EvaluationProgram], plan: ExecutionPlan) -> 
     """
     homes: dict[str, Layout] = {}
     for eval_set in sets:
-        planned = _plan_of(eval_set, plan, _own_plans(eval_set, plan))
+        planned = evaluation_plan(eval_set, plan)
         for call in eval_set.graph.order:
             if call.role is not None and call.role not in homes:
                 if call.name not in planned.calls:
@@ -191,14 +190,13 @@ def _own_plans(eval_set: EvaluationProgram, plan: ExecutionPlan) -> dict[str, Ca
     return {call: plan.calls[names[0]] for call, names in planned.items() if names}
 
 
-def _plan_of(
-    eval_set: EvaluationProgram, plan: ExecutionPlan, own_plans: Mapping[str, CallPlan]
-) -> ExecutionPlan:
-    """Return the plan of a set's calls, by their names in the set's graph.
+def evaluation_plan(eval_set: EvaluationProgram, plan: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan of those calls of a set that a plan has, by their names in the set's graph.
 
     If some calls have a plan for evaluations alone, host calls without one run on the first rank of the first
     such plan, so that no other rank waits for them.
     """
+    own_plans = _own_plans(eval_set, plan)
     calls: dict[str, CallPlan] = {}
     for call in eval_set.graph.order:
         if call.name in own_plans:

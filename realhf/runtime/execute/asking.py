@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition, Lock, Thread, current_thread
+from threading import Condition, Lock, Thread, current_thread, main_thread
 from typing import Any
 
 import torch
@@ -102,17 +102,19 @@ class Later:
 class Answers:
     """The answers of this rank to forward calls, with the seconds that they take by their number of rows."""
 
-    def __init__(self, engines: EngineStore) -> None:
+    def __init__(self, engines: EngineStore, *, tries: bool = True) -> None:
+        """With `tries`, measure once in a run how long answers to other numbers of rows take."""
         self._engines = engines
+        self._tries = tries
         self._taken: dict[str, dict[int, list[float]]] = {}
         """Call -> rows of a question -> how many there were, and seconds, since `take`."""
         self._counts: dict[str, int] = {}
-        """Call -> answers in the whole run."""
+        """Call -> answers since the run has begun or was resumed."""
         self._tried: dict[str, list[tuple[int, float]]] = {}
-        """Call -> seconds of an answer to each number of `_TRIED_ROWS`."""
+        """Call -> seconds of an answer to each number of `_TRIED_ROWS`; none if the function fails."""
 
-    def answer(self, ask: Ask, rows: Batch) -> Answer:
-        """Return the answer of a call on this rank."""
+    def answer(self, ask: Ask, rows: Batch, *, is_alone: bool = True) -> Answer:
+        """Return the answer of a call on this rank. Measure others only if no other thread runs user code."""
         name = ask.call.name
         start = time.perf_counter()
         answer = self._answer(ask, rows)
@@ -121,10 +123,24 @@ class Answers:
         taken[0] += 1
         taken[1] += seconds
         self._counts[name] = self._counts.get(name, 0) + 1
-        if self._counts[name] == _WARM and len(rows):
-            tries = [[self._seconds(ask, rows, number) for number in _TRIED_ROWS] for _ in range(_TRIES)]
-            self._tried[name] = list(zip(_TRIED_ROWS, map(min, *tries), strict=True))
+        # Other threads might draw random numbers meanwhile.
+        can_try = self._tries and is_alone and current_thread() is main_thread()
+        if can_try and rows.ids and name not in self._tried and self._counts[name] >= _WARM:
+            self._tried[name] = self._try(ask, rows)
         return answer
+
+    def _try(self, ask: Ask, rows: Batch) -> list[tuple[int, float]]:
+        """Return the seconds of an answer to each number of `_TRIED_ROWS`, and leave no trace in the modules.
+
+        Return nothing if the function fails, as one may that takes only as many rows as it is asked.
+        """
+        beside = self._engines.beside(ask.call, ask.layout)
+        try:
+            with self._engine(ask).unchanged(beside):
+                tries = [[self._seconds(ask, rows, number) for number in _TRIED_ROWS] for _ in range(_TRIES)]
+        except Exception:
+            return []
+        return list(zip(_TRIED_ROWS, map(min, *tries), strict=True))
 
     def _seconds(self, ask: Ask, rows: Batch, number: int) -> float:
         """Return the seconds of an answer to so many rows, copies of the given ones."""
@@ -138,7 +154,7 @@ class Answers:
         """Return, as JSON, what was measured since the last call of this method; nothing if nothing was.
 
         `answers` has for each call (rows, how many questions, their seconds in all), and `tried` has for
-        each call (rows, seconds), measured once in a run.
+        each call (rows, seconds), measured once in a run, or nothing if its function does not take so many.
         """
         taken = {
             name: [[rows, *figures] for rows, figures in sorted(by_rows.items())]
@@ -146,12 +162,16 @@ class Answers:
         self._taken = {}
         return {"answers": taken, "tried": {name: self._tried.get(name, []) for name in taken}}
 
-    def _answer(self, ask: Ask, rows: Batch) -> Answer:
+    def _engine(self, ask: Ask) -> ModuleEngine:
         role = ask.call.role
         assert role is not None, "forward calls have roles"
         engine = self._engines[role, ask.layout]
         assert isinstance(engine, ModuleEngine), "a role that is asked is a module"
-        answer = engine.answer(ask.call, rows, beside=self._engines.beside(ask.call, ask.layout))
+        return engine
+
+    def _answer(self, ask: Ask, rows: Batch) -> Answer:
+        beside = self._engines.beside(ask.call, ask.layout)
+        answer = self._engine(ask).answer(ask.call, rows, beside=beside)
         for key, column in answer.items():
             if not isinstance(column, Tensor) or len(column) != len(rows):
                 has = f"{len(column)} entries" if isinstance(column, Tensor) else type(column).__name__
@@ -221,7 +241,7 @@ class Asker:
         if rank == self._world.rank:
             with self._answering:
                 start = time.thread_time()
-                answer = self._answers.answer(ask, batch)
+                answer = self._answers.answer(ask, batch, is_alone=self._receiver is None)
                 self.cpu_seconds["answering"] += time.thread_time() - start
             (later := Later(unseen=self._unseen)).complete(lambda: answer)
             return later

@@ -552,9 +552,9 @@ class Executor:
                 if self._world.rank in ask.layout:
                     stack.enter_context(self._weights(Run(ask.call, ask.layout)))
             context.asker = Asker(self._world, self._answers, action.asks)
-            stack.enter_context(context.asker.answering_others())
-            result = call_host_function(call, batch, context)
-            context.asker.close()
+            with context.asker.answering_others():
+                result = call_host_function(call, batch, context)
+                context.asker.close()
             if action.asks:
                 cpu_seconds = {f"{what}_cpu_seconds": n for what, n in context.asker.cpu_seconds.items()}
                 event["asking"] = {**self._answers.take(), **cpu_seconds, **context.taken}

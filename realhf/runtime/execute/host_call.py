@@ -43,8 +43,8 @@ class HostContext:
     state: dict[str, Any] = field(default_factory=dict)
     """JSON values that the present call keeps from step to step on this rank.
 
-    A value {"parts": {name: JSON}} has a part for each of the things that this rank has of several ranks'. In
-    a run that resumes with the call on other ranks, each of them gets the parts of all.
+    A value {"parts": {name: JSON}} is divided over ranks: save only the parts of this rank. In a run that
+    resumes with the call on other ranks, each rank first gets all parts, and must drop those of others.
     """
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The `state` of every host call of this rank, by its name; checkpoints hold them."""

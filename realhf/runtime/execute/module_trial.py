@@ -293,7 +293,8 @@ class _Trial:
         over = _TooLong()
         try:
             with context.of_call(call.name), time_limit(_PLAY_SECONDS, lambda: over):
-                context.asker = Asker(self._world, Answers(self._engines), asks)  # type: ignore[arg-type]
+                answers = Answers(self._engines, tries=False)  # type: ignore[arg-type]
+                context.asker = Asker(self._world, answers, asks)
                 result = call_host_function(call.with_work(timeout_seconds=None), rows, context)
         except (UserError, _TooLong) as error:
             if over not in (error, error.__cause__):
