@@ -21,6 +21,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.models.model_config import ModelConfig, MoeConfig
 from realhf.models.param_spec import model_spec
+from realhf.nn.transformer import Transformer
 from realhf.planner.call_cost import CallCost
 from realhf.planner.problem import ModelRole
 from realhf.planner.profile import COLLECTIVES, Profile, Table
@@ -104,6 +105,30 @@ def test_rows_decode_with_packed_weights_as_in_a_generation(monkeypatch, tied):
         DecodingRows(model, 4, prompt_tokens=20, num_prompts=4).decode(steps=1)
         for model in (packed.model, engine.model)]
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_decode_and_are_read_in_the_mode_of_a_generation(monkeypatch):
+    """Operations take longer outside of torch's inference mode."""
+    work = Generate(SamplingConfig(max_new_tokens=3))
+    config = ModelConfig.from_hf(hf_config())
+    call = FunctionCall("g", inputs=("prompt_ids",), outputs=("a", "b", "c", "d"), role="role", work=work)
+    calls = EngineCalls(MeasuredModel(config, "float32", (call,)), World())
+    engine = calls.engine(1, Output.LOGPROBS, Layout.parse("d1@0"), trains=False)
+    rows = DecodingRows(engine.model, 2, prompt_tokens=8, num_prompts=2)
+    advance = Transformer.advance
+    modes = []
+
+    def noted(*args, **kwargs):
+        modes.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return advance(*args, **kwargs)
+
+    monkeypatch.setattr(Transformer, "advance", noted)
+    calls.generate(engine, 2, 8, 3)()
+    in_generation = set(modes)
+    for measured in (lambda: rows.decode(steps=1), rows.reading()):
+        modes.clear()
+        measured()
+        assert len(modes) == 1 and set(modes) == in_generation
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(128, 64), (256, 64), (5, 64), (140, 47)])

@@ -261,7 +261,7 @@ class PackedModel:
         self._packing = ExitStack()  # Leaving it drops the copies.
         self._packing.enter_context(self.model.packed())
         rows = DecodingRows(self.model, 1, prompt_tokens=1, num_prompts=1)
-        with torch.no_grad():
+        with torch.inference_mode():
             self.model.logits(rows.decode(steps=1))
         self._packed = [weight for weight in self.model.weights() if weight.packed_bytes]
 
@@ -276,6 +276,8 @@ class PackedModel:
 
 class DecodingRows:
     """Rows that continue `num_prompts` prompts of one length; consecutive rows share a prompt.
+
+    They run in inference mode, as generation does: an operation takes longer without it.
 
     The cached keys and values of the prompts are made up, since reading prompts takes much longer than the
     steps after them and has no effect on the time of these.
@@ -321,9 +323,9 @@ class DecodingRows:
         positions_T = torch.tensor([i for prompt in self._cache_positions for i in prompt], device=device)
         segment = Prefill(lens, positions_T, whole_lens=lens)
         run = partial(self._model.advance, ids_T, self._cache, [segment])
-        return torch.no_grad()(run)
+        return torch.inference_mode()(run)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(self, *, steps: int) -> torch.Tensor:
         """Run the same decode step `steps` times, without its head, and return its hidden states."""
         with self._model.gathering(len(self._ids_B)):
