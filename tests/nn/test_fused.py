@@ -74,7 +74,7 @@ def test_fused_layers_of_all_families_compute_the_same(tmp_path, name, dtype):
             rows.append([row.tolist() for row in made["sequence_ids"].to(torch.device("cpu")).split()])
     ours, wanted = passes
     assert rows[0] == rows[1]
-    most = 1e-5 if dtype == "float32" else 1e-12
+    most = 5e-5 if dtype == "float32" else 1e-12
     assert (ours.logits - wanted.logits).abs().max() <= most * wanted.logits.abs().max()
     assert ours.gradients.keys() == wanted.gradients.keys()
     for key, gradient in ours.gradients.items():

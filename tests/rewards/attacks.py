@@ -277,7 +277,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a function at exit", "passed", "import atexit; atexit.register(hit)", "alone"),
         ("an object's end", "passed", "import weakref; weakref.finalize(sys, hit)", "alone slow"),
         ("a timer", "passed", "import threading; threading.Timer(0.7, hit).start()", "alone slow"),
-        ("after its outputs are closed", "timeout|passed", "f = os.open(VICTIM, os.O_WRONLY) if CONTROL else 1\nk = os.dup(1)\nfor i in (1, 2): os.close(i)\ntime.sleep(4); os.dup2(k, 1); hit()", "alone slow"),
+        ("after its outputs are closed", "timeout|passed", "f = os.open(VICTIM, os.O_WRONLY) if CONTROL else 1\nk = os.dup(1)\nfor i in (1, 2): os.close(i)\ntime.sleep(9); os.dup2(k, 1); hit()", "alone slow"),
         ("a file that stays", "files", "open(f'/var/tmp/realhf-attack-{PID}', 'w').write('x'); hit()"),
         ("a segment that stays", "error", "i = c(libc.shmget(0, 4096, 0o1600)); hit(); libc.shmctl(i, 0, None)"),
         ("no end by a closed terminal", "passed", "signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\nimport threading; threading.Timer(0.7, hit).start()", "alone slow"),
