@@ -418,7 +418,7 @@ _MEASURED = {
 
 
 class MeasuredAsking(NamedTuple):
-    """What a run has measured of a host call that asks: questions in a step, and its environments' turns."""
+    """The measurements of a host call that asks: its questions in a step, and the turns of its environments."""
 
     questions: float
     slices: SliceTimes | None

@@ -47,7 +47,7 @@ class AnswerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """What a run has measured of a call with environments in slices, on one rank. Seconds are means."""
+    """The measurements of a call with environments in slices, on one rank of a run. Seconds are means."""
 
     num: int  # Environments.
     num_slices: int  # Their slices in the run.

@@ -103,7 +103,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Attributes:
-    """What a call's function, and the modules of its role, keep in attributes, which no checkpoint holds.
+    """The attributes of a call's function, and of the modules of its role, which no checkpoint holds.
 
     An attribute that is set by its first use, such as a cache, is not meant.
     """
