@@ -418,7 +418,7 @@ _MEASURED = {
 
 
 class MeasuredAsking(NamedTuple):
-    """The measurements of a host call that asks: its questions in a step, and the turns of its environments."""
+    """The measurements of a host call that asks: its questions in a step, and its environments' turns."""
 
     questions: float
     slices: SliceTimes | None

@@ -158,7 +158,7 @@ class ModelTables:
 
     @property
     def disturbance(self) -> float:
-        """The largest factor by which whole calls took longer, or shorter, than their parts; 1 without any."""
+        """The largest factor by which whole calls took longer or shorter than their parts; 1 without any."""
         return max((_apart(ratio) for ratio in self.whole_calls.values()), default=1.0)
 
     @classmethod
